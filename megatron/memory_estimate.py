@@ -16,8 +16,11 @@ from megatron.data_parallel.bucket_plan import (
     BYTES,
     ParamShape,
     RankShapes,
+    main_bytes,
+    moment_bytes,
     plan_buckets,
     shard_length,
+    slice_alignment,
 )
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.low_memory.checkpoint_interval import (
@@ -26,7 +29,7 @@ from megatron.low_memory.checkpoint_interval import (
     runs_by_operators,
 )
 from megatron.model.flops import is_of_heads
-from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, SETS, offload_piece
+from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, SETS, coded_chunk, offload_piece
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.tensor_shard import TensorShard, padded_rows
 from megatron.pipeline.schedule import POSTED, Kind, Operation, StagePosition, interleaved, warm_up
@@ -86,7 +89,9 @@ class RankGrid:
         entries = [p.entry(stored.get(p.name, p.numel), dtype) for p in params.values()]
         return RankShapes(
             params=params,
-            buckets=plan_buckets(reversed(entries), cap=self.cap),
+            buckets=plan_buckets(
+                reversed(entries), cap=self.cap, alignment=slice_alignment(self.config)
+            ),
             ranks=self.dims.dp,
             tp=self.dims.tp,
             device=self.device,
@@ -324,33 +329,63 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
     config = grid.config
     own = grid.path.plan_bytes(config, rank)
     grad, param = BYTES[config.precision.grad_dtype], BYTES[config.precision.param_dtype]
-    moments = config.optimizer.num_moments
     sharded = config.parallel.use_distributed_optimizer and rank.ranks > 1
     shards = [
-        shard_length(bucket.numel, rank.ranks) if sharded else bucket.numel
+        shard_length(bucket.numel, rank.ranks, slice_alignment(config)) if sharded else bucket.numel
         for bucket in rank.buckets
     ]
     held = sum(bucket.numel for bucket in rank.buckets)
+    views = main_views(config, rank)
     kept = {
-        "parameters": _parameters(rank, param, views=param == 4 and not sharded),
+        "parameters": param * sum(rank.params[name].numel for name in rank.params.keys() - views),
         "gradients": grad * (rank.ranks * sum(shards) if sharded else held),
     }
-    states = {"master": 4 * sum(shards), "moments": 4 * moments * sum(shards)}
+    states = {"master": 0, "moments": 0}
+    for bucket, numel in zip(rank.buckets, shards, strict=True):
+        matrix = bucket.kind.matrix
+        states["master"] += main_bytes(config, numel, matrix=matrix)
+        states["moments"] += moment_bytes(config, numel, matrix=matrix)
+        if sharded and matrix and views & bucket.slices.keys():
+            # The shards of all ranks are the parameters.
+            states["master"] += param * numel * (rank.ranks - 1)
     chunk, host = CHUNK[rank.device], dict[str, int]()
     if config.offload.optimizer_cpu_offload:
         chunk = min(chunk, offload_piece(config.offload.offload_bucket_size))
         host = states
-        states = {"offload buckets": SETS * 4 * (1 + moments) * min(chunk, max(shards))}
+        states = {"offload buckets": _offload_buffers(config, rank, chunk)}
     scratch = {"scratch": 4 * min(chunk, max(shards))}
     return StateBytes(kept | states | dict(own.kept) | scratch, own.passing, host)
 
 
-def _parameters(rank: RankShapes, each: int, *, views: bool) -> int:
-    """Return the bytes of the parameters; with `views`, parameters stored whole cost nothing."""
-    return sum(
-        each * param.numel
-        for name, param in rank.params.items()
-        if not (views and name not in rank.stored)
+def main_views(config: Config, rank: RankShapes) -> set[str]:
+    """Return the parameters that are views of the main parameters, which they are stored with."""
+    whole = {name for name in rank.params if name not in rank.stored}
+    if config.offload.optimizer_cpu_offload:
+        return set()
+    sharded = config.parallel.use_distributed_optimizer and rank.ranks > 1
+    if config.precision.param_dtype == "float32":
+        return set() if sharded else whole
+    if config.optimizer.main_params_dtype == "fp32":
+        return set()
+    views: set[str] = set()
+    for bucket in rank.buckets:
+        if bucket.kind.matrix and not (sharded and bucket.slices.keys() - whole):
+            views |= bucket.slices.keys() & whole
+    return views
+
+
+def _offload_buffers(config: Config, rank: RankShapes, chunk: int) -> int:
+    """Return the bytes of the device's buffers for pieces of offloaded states."""
+    options = config.optimizer
+    is_coded = {options.main_params_dtype, *options.moment_dtypes} != {"fp32"}
+    longest: dict[bool, int] = {}
+    for bucket in rank.buckets:
+        coded = is_coded and bucket.kind.matrix
+        most = coded_chunk(chunk, rank.device) if coded else chunk
+        longest[coded] = max(longest.get(coded, 0), min(most, bucket.numel))
+    return SETS * sum(
+        main_bytes(config, numel, matrix=coded) + moment_bytes(config, numel, matrix=coded)
+        for coded, numel in longest.items()
     )
 
 

@@ -413,6 +413,7 @@ def build_engine(
     """
     import torch
 
+    from megatron.data_parallel.bucket_plan import slice_alignment
     from megatron.data_parallel.engine import GradientEngine
 
     return GradientEngine(
@@ -423,19 +424,21 @@ def build_engine(
         grad_dtype=getattr(torch, config.precision.grad_dtype),
         overlap=config.parallel.overlap_grad_reduce,
         stream=config.offload.optimizer_cpu_offload,
+        alignment=slice_alignment(config),
     )
 
 
 def build_optimizer(config: Config, engine: GradientEngine) -> tuple[BucketOptimizer, list[str]]:
     """Build the optimizer of this rank; also return sentences for the log."""
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
-    from megatron.optimizer.build import update_rule
+    from megatron.optimizer.build import state_formats, update_rule
     from megatron.optimizer.cpu_offload import OffloadedOptimizer
 
-    rule = update_rule(config)
+    rule, formats = update_rule(config), state_formats(config)
     if not config.offload.optimizer_cpu_offload:
-        return BucketOptimizer(engine, rule), []
-    optimizer = OffloadedOptimizer(engine, rule, bucket_size=config.offload.offload_bucket_size)
+        return BucketOptimizer(engine, rule, formats=formats), []
+    bucket_size = config.offload.offload_bucket_size
+    optimizer = OffloadedOptimizer(engine, rule, bucket_size=bucket_size, formats=formats)
     order = "each bucket is updated as soon as its sum has arrived"
     if config.optimizer.clip_grad > 0.0:
         order = "updates wait for the norm of all gradients (--clip-grad 0 overlaps them with sums)"

@@ -109,6 +109,17 @@ class BitmapIndexBase(ABC):
         """Write the entries at the positions, times `scale`, to `out`, and zero them in `flat`."""
         self._kernels.compact(self.bits, flat, out, scale=scale, clear=True)
 
+    def expand(
+        self, values: torch.Tensor, start: int, stop: int, *, scale: float = 1.0
+    ) -> torch.Tensor:
+        """Return `values` times `scale` at positions in `[start, stop)`, and 0 elsewhere: fp32."""
+        # Kernels begin at a group of blocks.
+        first = start // (GROUP * BLOCK) * GROUP
+        skipped = start - first * BLOCK
+        out = torch.empty(stop - start + skipped, dtype=torch.float32, device=values.device)
+        self._kernels.expand(self.bits, values, out, first=first, scale=scale)
+        return out[skipped:]
+
     def clear(self, flat: torch.Tensor) -> None:
         """Set the entries at the positions to 0."""
         self._kernels.clear(self.bits, flat)

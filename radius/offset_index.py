@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,6 +88,27 @@ class OffsetIndexBase(ABC):
                 part.copy_(mine)
             else:
                 part.index_add_(0, piece.offsets, mine)
+
+    def expand(
+        self, values: torch.Tensor, start: int, stop: int, *, scale: float = 1.0
+    ) -> torch.Tensor:
+        """Return `values` times `scale` at positions in `[start, stop)`, and 0 elsewhere: fp32."""
+        out = torch.zeros(stop - start)
+        pieces = self.pieces
+        for number in range(bisect_right(pieces, start, key=lambda p: p.stop), len(pieces)):
+            piece = pieces[number]
+            if piece.start >= stop:
+                break
+            bounds = max(start - piece.start, 0), min(stop, piece.stop) - piece.start
+            moved = piece.start - start
+            if piece.offsets is None:
+                first, last = bounds
+                out[first + moved : last + moved] = values[piece.at + first : piece.at + last]
+                continue
+            first, last = _ranks(piece.offsets, bounds)
+            found = values[piece.at + first : piece.at + last].float()
+            out[piece.offsets[first:last].long() + moved] = found
+        return out if scale == 1.0 else out.mul_(scale)
 
     def clear(self, flat: torch.Tensor) -> None:
         """Set the entries at the positions to 0, including non-finite ones."""

@@ -20,7 +20,7 @@ import torch
 
 from megatron.data_parallel.layout import DenseLayout
 from megatron.errors import ConfigError
-from megatron.sparse.reference import BLOCK, CHUNK, GROUP, WORDS, Bits
+from megatron.sparse.reference import BLOCK, CHUNK, GROUP, WORDS, Bits, positions
 from megatron.transfer import to_device
 from samo import reference
 
@@ -132,7 +132,7 @@ class CompressedLayout:
             index.expand(flat, param.view(-1))
 
     def bind(self, name: str, flat: torch.Tensor, leaves: Sequence[torch.nn.Parameter]) -> None:
-        """Fill the fp32 master slice from the parameter, and zero pruned entries in place.
+        """Fill the master slice from the parameter, and zero pruned entries in place.
 
         All leaves share one storage of their own, also for fp32, unless the parameter is stored
         whole.
@@ -155,6 +155,13 @@ class CompressedLayout:
         """Return a parameter's mask: bool [param.numel()], on the CPU; None without an index."""
         index = self._indices.get(name)
         return None if index is None else index.mask()
+
+    def positions(self, name: str, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Return the positions of stored entries `[start, stop)`: int64, ascending."""
+        index = self._indices.get(name)
+        if index is None:
+            return self._dense.positions(name, start, stop, device)
+        return to_device(index.positions(start, stop), device)
 
     def fingerprint(self) -> str:
         """Return a hex digest of all masks; equal to `DenseLayout`'s if every entry is stored."""
@@ -212,6 +219,10 @@ class PositionStore:
             numel = at.numel()
             out.index_copy_(0, wide[:numel].copy_(at), scratch[:numel].copy_(mine))
 
+    def positions(self, start: int, stop: int) -> torch.Tensor:
+        """Return the positions of stored entries `[start, stop)`: int64."""
+        return self._at[start:stop].long()
+
     def mask(self) -> torch.Tensor:
         """Return the mask of stored entries: bool `[length]`, on the CPU."""
         found = torch.zeros(self.length, dtype=torch.bool)
@@ -245,6 +256,16 @@ class BitmapStore:
     def expand(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """Scatter stored entries as `PositionStore.expand` does."""
         self._kernels.expand(self._bits, values, out)
+
+    def positions(self, start: int, stop: int) -> torch.Tensor:
+        """Return the positions of stored entries `[start, stop)`: int64, on the device."""
+        # The blocks that hold these entries; their first entry may be an earlier one.
+        offsets = self._bits.offsets
+        bounds = offsets.new_tensor([start, max(stop - 1, start)])
+        first, last = (torch.searchsorted(offsets, bounds, right=True) - 1).tolist()
+        skipped = start - int(offsets[first])
+        found = positions(self._bits, first, last + 1) + first * BLOCK
+        return found[skipped : skipped + stop - start]
 
     def mask(self) -> torch.Tensor:
         """Return the mask as `PositionStore.mask` does."""

@@ -16,6 +16,8 @@ from megatron.data_parallel.bucket_plan import (
     ParamShape,
     PathBytes,
     RankShapes,
+    main_bytes,
+    moment_bytes,
     plan_feedback,
 )
 from megatron.data_parallel.gradient_path import (
@@ -262,12 +264,17 @@ def _notes(
     """Yield log lines on the whole model. Collective over a copy of the model."""
     options = _options(config)
     rows = {
-        info.name: (*layout.count([info]), info.name in layout, layout.index_nbytes(info.name))
+        info.name: (
+            *layout.count([info]),
+            info.name in layout,
+            layout.index_nbytes(info.name),
+            info.param.dim() > 1,
+        )
         for info in infos
     }
     table = parts.table(rows)
-    masked = {name: (stored, all_) for name, (stored, all_, index, _) in table.items() if index}
-    stored, all_, _, index = (sum(column) for column in zip(*table.values(), strict=True))
+    masked = {name: (stored, all_) for name, (stored, all_, index, *_) in table.items() if index}
+    stored, all_, _, index, _ = (sum(column) for column in zip(*table.values(), strict=True))
     text = f"samo: {stored:,} of {all_:,} parameters exist"
     if masked:
         kept, entries = (sum(column) for column in zip(*masked.values(), strict=True))
@@ -285,9 +292,15 @@ def _notes(
         grad_bytes=BYTES[config.precision.grad_dtype],
         moments=moments,
     )
+    kept_by_kind = [(count, bool(matrix)) for count, *_, matrix in table.values()]
+    kinds["master weights"] = sum(main_bytes(config, n, matrix=m) for n, m in kept_by_kind)
+    kinds["moments"] = sum(moment_bytes(config, n, matrix=m) for n, m in kept_by_kind)
     if width == 4:
         # fp32 parameters stored whole are views of their master weights.
         kinds["parameters"] = width * entries
+    elif config.optimizer.main_params_dtype != "fp32":
+        vectors = sum(all_ for _, all_, *_, matrix in table.values() if not matrix)
+        kinds["parameters"] = width * (entries + vectors)
     yield memory_note(kinds, all_, stored, beside_paper=width == 2, moments=moments)
     if options.dsr_interval is not None:
         shapes = parts.everywhere({info.name: info.logical_shape for info in infos})

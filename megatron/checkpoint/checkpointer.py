@@ -356,7 +356,12 @@ class Checkpointer:
         )
 
     def _take(self, saved: Checkpoint, fresh_moments: bool) -> None:
-        self._tensors.take(saved, moments=not fresh_moments)
+        encoded = self._tensors.take(saved, moments=not fresh_moments)
+        if encoded:
+            self.metrics.log(
+                f"{', '.join(sorted(encoded))}: the checkpoint has another format or other blocks, "
+                "so that these states are encoded again: the run goes on equal up to rounding"
+            )
         if not fresh_moments:
             self.optimizer.applied = int(saved.state["applied_updates"])
             self.scaler.load(saved.state["loss_scaler"])

@@ -18,6 +18,14 @@ from functools import partial
 import torch
 
 from megatron.checkpoint.format import Box, volume, within
+from megatron.checkpoint.state_scales import (
+    compensation_name,
+    decoded,
+    has_same_blocks,
+    read_scales,
+    scale_name,
+    scale_shards,
+)
 from megatron.checkpoint.store import Checkpoint, LocalShard, of_rank, owner, whole
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.buffers import NO_BUFFERS, BufferSet
@@ -26,7 +34,8 @@ from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.reducer import PerEntryState
 from megatron.errors import CheckpointError
 from megatron.optimizer.bucket_optimizer import PARAM, BucketOptimizer
-from megatron.optimizer.distributed_optimizer import fill, pieces
+from megatron.optimizer.distributed_optimizer import encode, fill, pieces
+from megatron.optimizer.state_formats import StateVector
 from megatron.parallel.groups import ProcessGroups
 
 
@@ -209,7 +218,7 @@ class RunStateDict:
         A parameter that is stored in part has its mask saved once, and the stored entries of its
         weight and moments.
         """
-        for kind, name, flat in self.optimizer.tensors():
+        for kind, name, state in self.optimizer.vectors():
             info = self.engine.infos[name]
             held = self._held(info, pruned)
             if not self.engine.model_shard.owns(info):
@@ -218,8 +227,12 @@ class RunStateDict:
                 make = partial(_mask_shards, held)
                 yield _RankPart(f"{MASK}{name}", info.local_entries, make)
             if (kind == PARAM or moments) and not self.optimizer.is_sharded:
-                file = f"{kind}/{name}"
-                yield _RankPart(file, flat.nbytes, partial(_shards, held, file, held.stored(flat)))
+                for file, flat in _per_entry(kind, name, state):
+                    make = partial(_shards, held, file, held.stored(flat))
+                    yield _RankPart(file, flat.nbytes, make)
+                if state.scales is not None:
+                    make = partial(self._scale_shards, info, kind, state.scales)
+                    yield _RankPart(scale_name(kind, name), state.scales.nbytes, make)
         plain = {f"{BUFFER}{name}": tensor for name, tensor in self.buffers.tensors()}
         for name, state in self.engine.shared_tensors():
             if not isinstance(state, PerEntryState):
@@ -234,17 +247,26 @@ class RunStateDict:
 
     def _kept(self, pruned: set[str], moments: bool) -> Iterator[LocalShard]:
         """Yield this rank's shards of weights and moments that data-parallel ranks share out."""
-        for kind, name, flat in self.optimizer.tensors():
-            info, file = self.engine.infos[name], f"{kind}/{name}"
+        for kind, name, state in self.optimizer.vectors():
+            info = self.engine.infos[name]
             if not self.engine.model_shard.owns(info) or not (kind == PARAM or moments):
                 continue
-            if not self.engine.layout.numel(name, info.param) and self.groups.dp.rank == 0:
-                # Nothing is stored here, but the tensor must appear in the checkpoint.
-                yield from _shards(self._held(info, pruned), file, flat)
+            if state.scales is not None:
+                yield from self._scale_shards(info, kind, state.scales)
             mask = f"{MASK}{name}" if name in pruned else None
-            for part in pieces(self.engine, name, flat):
-                shape = tuple(info.logical_shape)
-                yield LocalShard(file, part.values, shape, part.start, part.stop, part.flat, mask)
+            for file, flat in _per_entry(kind, name, state):
+                if not self.engine.layout.numel(name, info.param) and self.groups.dp.rank == 0:
+                    # Nothing is stored here, but the tensor must appear in the checkpoint.
+                    yield from _shards(self._held(info, pruned), file, flat)
+                for part in pieces(self.engine, name, flat):
+                    box = tuple(info.logical_shape), part.start, part.stop
+                    yield LocalShard(file, part.values, *box, part.flat, mask)
+
+    def _scale_shards(
+        self, info: ParamInfo, kind: str, scales: torch.Tensor
+    ) -> Iterator[LocalShard]:
+        bucket, _ = self.engine.place(info.name)
+        return scale_shards(self.groups, bucket, info, kind, scales)
 
     def _own_shards(
         self,
@@ -293,10 +315,15 @@ class RunStateDict:
 
     # ---- reading -------------------------------------------------------------------------------
 
-    def take(self, saved: Checkpoint, *, moments: bool) -> None:
+    def take(self, saved: Checkpoint, *, moments: bool) -> set[str]:
         """Load weights and buffers, and with `moments` the moments, in place.
 
-        Raises `CheckpointError` if the checkpoint lacks one of them.
+        Returns:
+            The kinds of states that were encoded again, since the checkpoint has them in another
+            format or with other blocks.
+
+        Raises:
+            CheckpointError: The checkpoint lacks one of them.
         """
         stored = set(saved.names())
         if lost := [name for name, _ in self.buffers.tensors() if f"{BUFFER}{name}" not in stored]:
@@ -307,7 +334,8 @@ class RunStateDict:
         self.buffers.load(
             {name: saved.read(f"{BUFFER}{name}") for name, _ in self.buffers.tensors()}
         )
-        for kind, name, flat in self.optimizer.tensors():
+        encoded: set[str] = set()
+        for kind, name, state in self.optimizer.vectors():
             if kind != PARAM and not moments:
                 continue
             if f"{kind}/{name}" not in stored:
@@ -317,7 +345,35 @@ class RunStateDict:
                     "nothing"
                 )
             held = LocalParameter(self.engine.infos[name], self.engine.layout, pruned=False)
-            fill(self.engine, name, flat, held.read(saved, f"{kind}/{name}"))
+            if not self._take_as_is(saved, kind, held, state):
+                encode(self.engine, name, state, _decoded(saved, kind, held))
+                # fp32 has every number of the other formats.
+                encoded |= set() if state.is_fp32 else {kind}
+        return encoded
+
+    def _take_as_is(
+        self, saved: Checkpoint, kind: str, held: LocalParameter, state: StateVector
+    ) -> bool:
+        """Read a state that is saved in its format and with its blocks; False if it is not."""
+        info = held.info
+        name = info.name
+        scaled, compensated = (
+            scale_name(kind, name) in saved,
+            compensation_name(kind, name) in saved,
+        )
+        saved_format = saved.dtype(f"{kind}/{name}"), scaled, compensated
+        own_format = state.values.dtype, state.scales is not None, state.compensation is not None
+        if saved_format != own_format:
+            return False
+        if state.scales is not None:
+            mine = [box for box, _ in held.boxes]
+            if not has_same_blocks(saved, self.groups, info, kind, mine, held.exists):
+                return False
+            bucket, _ = self.engine.place(name)
+            read_scales(saved, self.groups, bucket, info, kind, state.scales)
+        for file, flat in _per_entry(kind, name, state):
+            fill(self.engine, name, flat, held.read(saved, file))
+        return True
 
     def take_path(self, saved: Checkpoint) -> None:
         """Load the state of the gradient path. Collective over the world."""
@@ -368,6 +424,24 @@ class _Reading(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._readers)
+
+
+def _per_entry(kind: str, name: str, state: StateVector) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a state with one number for each entry, by name in a checkpoint."""
+    yield f"{kind}/{name}", state.values
+    if state.compensation is not None:
+        yield compensation_name(kind, name), state.compensation
+
+
+def _decoded(saved: Checkpoint, kind: str, held: LocalParameter) -> torch.Tensor:
+    """Read all entries of the part of a state in any format, fp32."""
+    name = held.info.name
+    if scale_name(kind, name) in saved:
+        return decoded(saved, kind, name, held.boxes, held.info.local_shape)
+    values = held.read(saved, f"{kind}/{name}")
+    if (file := compensation_name(kind, name)) in saved:
+        values = values.float().add_(held.read(saved, file))
+    return values
 
 
 def _shards(held: LocalParameter, file: str, values: torch.Tensor) -> Iterator[LocalShard]:

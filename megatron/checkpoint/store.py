@@ -382,6 +382,10 @@ class Checkpoint:
         """Return the sorted names of the tensors that begin with `prefix`."""
         return tuple(sorted(n for n in self.manifest.tensors if n.startswith(prefix)))
 
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is a tensor of this name."""
+        return name in self.manifest.tensors
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole shape; a per-rank tensor's first axis counts the ranks that saved."""
         return self._reader.record(name).shape
@@ -393,6 +397,10 @@ class Checkpoint:
     def per_rank(self, name: str) -> bool:
         """Return whether each data-parallel rank saved its own tensor."""
         return self._reader.record(name).scope == DATA_PARALLEL
+
+    def boxes(self, name: str) -> list[Box]:
+        """Return the boxes of which the slices of a tensor are, in ascending order."""
+        return sorted({part.box for part in self._reader.record(name).slices})
 
     def mask(self, name: str) -> str | None:
         """Return the name of the boolean tensor that tells which entries are stored, else None."""

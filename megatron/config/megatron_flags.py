@@ -73,6 +73,7 @@ _FUSED = "fusing is up to torch"
 _SCHEDULE = "a learning-rate flag that differs from the checkpoint always takes effect"
 _ATTENTION = "torch's scaled_dot_product_attention chooses the kernel"
 _TRACKED = "the trackers get it anyway"
+_STATES = "--main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype alone choose the formats"
 
 IGNORED = tuple(
     Ignored(flag=flag, takes=takes, reason=reason)
@@ -101,6 +102,7 @@ IGNORED = tuple(
         ("--attention-softmax-in-fp32", 0, "the attention kernel sums in float32 anyway"),
         ("--apply-query-key-layer-scaling", 0, "the attention kernel does not overflow"),
         ("--no-query-key-layer-scaling", 0, "the attention kernel does not overflow"),
+        ("--use-precision-aware-optimizer", 0, _STATES),
         ("--fp16-lm-cross-entropy", 0, "the loss is always computed in float32"),
         ("--calculate-per-token-loss", 0, "the loss is always the mean over counted tokens"),
         ("--no-save-rng", 0, _DRAWS),

@@ -458,11 +458,40 @@ class OptimizerConfig:
     clip_grad: float = option(
         default=1.0, help="Largest global L2 norm of the gradient (0 = off).", within=at_least(0)
     )
+    main_params_dtype: Literal["fp32", "bf16", "fp16"] = option(
+        default="fp32",
+        help="Format of the weights of matrices that the optimizer updates; bf16 and fp16 must be "
+        "the parameters' own, of which there is then no fp32 copy.",
+    )
+    main_params_rounding: Literal["nearest", "stochastic", "kahan"] | None = option(
+        default=None,
+        help="Rounding of updated weights to a 16-bit main_params_dtype (ours); kahan keeps what "
+        "rounding drops in 2 more bytes a weight (none = stochastic).",
+    )
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "int8"] = option(
+        default="fp32",
+        help="Format of the first moment of matrices, and of SGD's momentum; fp16 and int8 (ours) "
+        "have a scale for each 256 entries.",
+    )
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "int8"] = option(
+        default="fp32",
+        help="Format of the second moment of matrices; int8 (ours) stores its square root.",
+    )
 
     @property
     def num_moments(self) -> int:
         """Number of optimizer states per entry in addition to the master weight."""
         return 1 if self.optimizer == "sgd" else 2
+
+    @property
+    def moment_dtypes(self) -> tuple[str, ...]:
+        """Formats of the moments of matrices, in the order of the update rule."""
+        return (self.exp_avg_dtype, self.exp_avg_sq_dtype)[: self.num_moments]
+
+    @property
+    def has_state_blocks(self) -> bool:
+        """True if entries of a moment share scales."""
+        return bool({"fp16", "int8"} & set(self.moment_dtypes))
 
 
 @section
@@ -470,10 +499,12 @@ class PrecisionConfig:
     """Number formats and loss scaling. Neither fp16 nor bf16 means fp32."""
 
     fp16: bool = option(
-        default=False, help="Train with float16 parameters and float32 master weights."
+        default=False,
+        help="Train with float16 parameters; master weights are float32 unless main_params_dtype.",
     )
     bf16: bool = option(
-        default=False, help="Train with bfloat16 parameters and float32 master weights."
+        default=False,
+        help="Train with bfloat16 parameters; master weights are float32 unless main_params_dtype.",
     )
     loss_scale: float | None = option(
         default=None, help="Fixed loss scale of fp16 (none = dynamic).", within=above(0)

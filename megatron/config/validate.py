@@ -163,6 +163,38 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "give --optimizer sgd, or drop them",
     ),
     refused_pair(
+        "main_params_dtype bf16 without bf16",
+        lambda c: c.optimizer.main_params_dtype == "bf16" and not c.precision.bf16,
+        "weights that are not fp32 are the parameters themselves, in their format",
+        "add --bf16, or give --main-params-dtype fp32",
+    ),
+    refused_pair(
+        "main_params_dtype fp16 without fp16",
+        lambda c: c.optimizer.main_params_dtype == "fp16" and not c.precision.fp16,
+        "weights that are not fp32 are the parameters themselves, in their format",
+        "add --fp16, or give --main-params-dtype fp32",
+    ),
+    refused_pair(
+        "exp_avg_dtype or exp_avg_sq_dtype fp16 with bf16",
+        lambda c: c.precision.bf16 and "fp16" in c.optimizer.moment_dtypes,
+        "a bf16 run has no float16 states",
+        "give bf16 or int8",
+    ),
+    refused_pair(
+        "main_params_rounding with main_params_dtype fp32",
+        lambda c: (
+            c.optimizer.main_params_rounding is not None and c.optimizer.main_params_dtype == "fp32"
+        ),
+        "fp32 weights are not rounded",
+        "give --main-params-dtype bf16 or fp16, or drop it",
+    ),
+    refused_pair(
+        "exp_avg_sq_dtype with optimizer sgd",
+        lambda c: c.optimizer.optimizer == "sgd" and c.optimizer.exp_avg_sq_dtype != "fp32",
+        "SGD has no second moment",
+        "give --exp-avg-dtype for its momentum, or drop it",
+    ),
+    refused_pair(
         "sgd_nesterov with sgd_momentum 0",
         lambda c: c.optimizer.sgd_nesterov and c.optimizer.sgd_momentum == 0,
         "there is no momentum to look ahead by",

@@ -16,6 +16,9 @@ ALIGNMENT = 64
 
 Fused AdamW rounds the scalar tail of a tensor differently, so other boundaries would change bits.
 """
+STATE_BLOCK = 256
+"""Entries of a moment in fp16 or int8 that share a scale; slices and shards of such runs are
+aligned to it, so that a block lies in one parameter and one shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +124,7 @@ class GradBucket:
     tensor-parallel group; `partial`: their gradients must be summed over that group; `matrix`: they
     have several axes. If optimizer
     states are sharded, `shard` is this rank's shard, and `storage` begins with `grad` and is as
-    long as all shards.
+    long as all shards. Slices and shards begin at multiples of `alignment`.
     """
 
     index: int
@@ -134,6 +137,7 @@ class GradBucket:
     matrix: bool = True
     shard: BucketShard | None = None
     storage: torch.Tensor | None = None
+    alignment: int = ALIGNMENT
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megatron.data_parallel.bucket import ALIGNMENT, Slice
+from megatron.data_parallel.bucket import ALIGNMENT, STATE_BLOCK, Slice
 from megatron.data_parallel.wire_format import format_of, mean_bytes
 from megatron.parallel.tensor_shard import TensorShard
 
@@ -61,13 +61,21 @@ class BucketPlan:
     numel: int
 
 
-def plan_buckets(entries: Iterable[PlannedParam], *, cap: int) -> list[BucketPlan]:
+def slice_alignment(config: Config) -> int:
+    """Return the multiple of entries at which the slices and shards of a run begin."""
+    return STATE_BLOCK if config.optimizer.has_state_blocks else ALIGNMENT
+
+
+def plan_buckets(
+    entries: Iterable[PlannedParam], *, cap: int, alignment: int = ALIGNMENT
+) -> list[BucketPlan]:
     """Assign parameters, given in order of gradient arrival, to buckets of at most `cap` entries.
 
     The cap counts entries that are not stored, too, so that a pruned network overlaps like a dense
     one. A parameter larger than the cap and a tied embedding get buckets of their own. Buckets are
     in the order of their last gradient. Partial buckets, which other groups reduce first after the
-    end of backward, come last, and tied buckets after those (contract 8).
+    end of backward, come last, and tied buckets after those (contract 8). Slices begin at multiples
+    of `alignment`.
     """
     open_buckets: dict[BucketClass, list[PlannedParam]] = {}
     lengths: dict[BucketClass, int] = {}
@@ -75,17 +83,17 @@ def plan_buckets(entries: Iterable[PlannedParam], *, cap: int) -> list[BucketPla
     last_arrival: dict[BucketClass, int] = {}
     for position, entry in enumerate(entries):
         bucket = open_buckets.setdefault(entry.kind, [])
-        length = lengths.get(entry.kind, 0) + _aligned(entry.entries)
+        length = lengths.get(entry.kind, 0) + _aligned(entry.entries, alignment)
         if bucket and (entry.kind.tied or length > cap):
             closed.append((last_arrival[entry.kind], bucket))
             bucket = open_buckets[entry.kind] = []
-            length = _aligned(entry.entries)
+            length = _aligned(entry.entries, alignment)
         bucket.append(entry)
         lengths[entry.kind] = length
         last_arrival[entry.kind] = position
     closed += [(last_arrival[kind], bucket) for kind, bucket in open_buckets.items()]
     closed.sort(key=lambda item: (item[1][0].kind.tied, item[1][0].kind.partial, item[0]))
-    return [_lay_out(bucket) for _, bucket in closed]
+    return [_lay_out(bucket, alignment) for _, bucket in closed]
 
 
 def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[PlannedParam]:
@@ -117,9 +125,25 @@ def fingerprint(plans: Sequence[BucketPlan], layout: BucketLayout) -> str:
     return hashlib.sha256(json.dumps([text, layout.fingerprint()]).encode()).hexdigest()
 
 
-def shard_length(numel: int, ranks: int) -> int:
+def shard_length(numel: int, ranks: int, alignment: int = ALIGNMENT) -> int:
     """Return the aligned number of bucket positions that each of `ranks` ranks keeps."""
-    return -(-numel // (ranks * ALIGNMENT)) * ALIGNMENT
+    return -(-numel // (ranks * alignment)) * alignment
+
+
+def main_bytes(config: Config, numel: int, *, matrix: bool) -> int:
+    """Return the bytes of the main parameters of `numel` entries, of matrices or vectors."""
+    options = config.optimizer
+    if not matrix or options.main_params_dtype == "fp32":
+        return 4 * numel
+    return (4 if options.main_params_rounding == "kahan" else 2) * numel
+
+
+def moment_bytes(config: Config, numel: int, *, matrix: bool) -> int:
+    """Return the bytes of the moments of `numel` entries, with their scales."""
+    sizes = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+    dtypes = config.optimizer.moment_dtypes if matrix else ("fp32",) * config.optimizer.num_moments
+    scaled = sum(dtype in ("fp16", "int8") for dtype in dtypes)
+    return numel * sum(sizes[each] for each in dtypes) + 4 * scaled * -(-numel // STATE_BLOCK)
 
 
 def ring_all_reduce_bytes(payload: int, ranks: int) -> int:
@@ -127,16 +151,16 @@ def ring_all_reduce_bytes(payload: int, ranks: int) -> int:
     return 2 * (ranks - 1) * payload // ranks
 
 
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+def _aligned(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment
 
 
-def _lay_out(bucket: list[PlannedParam]) -> BucketPlan:
+def _lay_out(bucket: list[PlannedParam], alignment: int) -> BucketPlan:
     slices: dict[str, Slice] = {}
     start = 0
     for entry in bucket:
         slices[entry.name] = Slice(start, entry.numel)
-        start += _aligned(entry.numel)
+        start += _aligned(entry.numel, alignment)
     return BucketPlan(kind=bucket[0].kind, slices=slices, numel=start)
 
 
@@ -272,17 +296,19 @@ def mean_traffic(
     sharded: bool,
     most: int | None = None,
     wire: str | None = None,
+    alignment: int = ALIGNMENT,
 ) -> list[StepTraffic]:
     """Return the traffic of a path that averages whole buckets.
 
     `sharded`: optimizer states are sharded, so parameters are gathered. `most` is the maximum
     number of entries per all-reduce; None means no limit. `wire` is the value of `--grad-wire`.
+    Shards begin at multiples of `alignment`.
     """
     sent: list[PlannedCollective] = []
     for number, bucket in enumerate(rank.buckets):
         each = partial(payload, bucket, ranks=rank.ranks, grad_bytes=grad_bytes, wire=wire)
         if sharded and rank.ranks > 1:
-            own = shard_length(bucket.numel, rank.ranks)
+            own = shard_length(bucket.numel, rank.ranks, alignment)
             scattered = PlannedCollective("reduce-scatter", grad_bytes * own * rank.ranks, number)
             # gloo has no reduce-scatter, so there the whole bucket is all-reduced.
             sent.append(
@@ -332,4 +358,5 @@ def plan_means(config: Config, rank: RankShapes) -> list[StepTraffic]:
         sharded=config.parallel.use_distributed_optimizer,
         most=config.offload.chunk if config.offload.optimizer_cpu_offload else None,
         wire=config.gradient.grad_wire,
+        alignment=slice_alignment(config),
     )

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.bucket import GradBucket, ParamInfo, Slice
+from megatron.data_parallel.bucket import ALIGNMENT, GradBucket, ParamInfo, Slice
 from megatron.data_parallel.bucket_plan import BucketPlan, entries_of, fingerprint, plan_buckets
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.held_gradients import HeldGradients, Slot
@@ -79,7 +79,8 @@ class GradientEngine:
     `cap` is the maximum number of entries of a bucket. With `overlap`, full buckets are reduced
     during backward, otherwise in `finish`. `stream` permits steps that are `Step.arriving`, if the
     reducer does. All ranks of the world must then construct the engine together: votes get
-    connections of their own, since a vote must not queue behind gradients.
+    connections of their own, since a vote must not queue behind gradients. Slices and shards begin
+    at multiples of `alignment`.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class GradientEngine:
         grad_dtype: torch.dtype,
         overlap: bool = True,
         stream: bool = False,
+        alignment: int = ALIGNMENT,
     ) -> None:
         self.infos = {info.name: info for info in infos}
         self.reducer, self.mask_updater, self.groups = parts.reducer, parts.mask_updater, groups
         self.model_shard = ModelShard(infos, groups)
         self._cap, self._grad_dtype, self._overlap = cap, grad_dtype, overlap
+        self._alignment = alignment
         self._growth = parts.reducer.overflow_bound if stream else None
         self._voters = _apart(groups.world) if self.streams else groups.world
         self._handles = [
@@ -117,7 +120,8 @@ class GradientEngine:
             ConfigError: Ranks of a data-parallel group have different layouts.
         """
         infos = list(self.infos.values())
-        plans = plan_buckets(entries_of(infos, layout), cap=self._cap)
+        entries = entries_of(infos, layout)
+        plans = plan_buckets(entries, cap=self._cap, alignment=self._alignment)
         self.layout, self.fingerprint = layout, fingerprint(plans, layout)
         _compare_fingerprints(self.fingerprint, self.groups)
         # Free the old buckets, including all views of them, before the new buckets are allocated.
@@ -127,7 +131,7 @@ class GradientEngine:
         self._slots: dict[str, Slot] = {}
         device = infos[0].param.device
         self.buckets = [
-            _allocate(index, plan, self._grad_dtype_of(plan), device)
+            _allocate(index, plan, self._grad_dtype_of(plan), device, self._alignment)
             for index, plan in enumerate(plans)
         ]
         self.reducer.attach(self.buckets, layout)
@@ -436,7 +440,9 @@ def _apart(world: Group) -> Group:
     return dataclasses.replace(world.new_gloo_group(), calls=votes)
 
 
-def _allocate(index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.device) -> GradBucket:
+def _allocate(
+    index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.device, alignment: int
+) -> GradBucket:
     return GradBucket(
         index=index,
         slices=plan.slices,
@@ -446,6 +452,7 @@ def _allocate(index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.de
         tp_sharded=plan.kind.tp_sharded,
         partial=plan.kind.partial,
         matrix=plan.kind.matrix,
+        alignment=alignment,
     )
 
 

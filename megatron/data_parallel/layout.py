@@ -33,10 +33,10 @@ class BucketLayout(Protocol):
         ...
 
     def bind(self, name: str, flat: torch.Tensor, leaves: Sequence[torch.nn.Parameter]) -> None:
-        """Fill the fp32 master slice `flat` from the parameter, once, before training.
+        """Fill the master slice `flat` from the parameter, once, before training.
 
-        The leaves of an fp32 parameter that is stored whole become views of `flat`, to save the
-        copy.
+        The leaves of a parameter that is stored whole become views of a `flat` of their dtype, to
+        save the copy.
         """
         ...
 
@@ -44,6 +44,13 @@ class BucketLayout(Protocol):
         """Return which entries of the flattened parameter are stored, padding excluded.
 
         The mask is bool, 1-D, on the CPU; None if all entries, including padding, are stored.
+        """
+        ...
+
+    def positions(self, name: str, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Return the positions of stored entries `[start, stop)` in the flattened parameter.
+
+        int64 [stop - start], ascending, on `device`.
         """
         ...
 
@@ -91,6 +98,11 @@ class DenseLayout:
 
     def mask(self, name: str) -> torch.Tensor | None:
         return None
+
+    def positions(self, name: str, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        import torch
+
+        return torch.arange(start, stop, device=device)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(b"dense").hexdigest()

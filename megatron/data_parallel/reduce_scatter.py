@@ -104,7 +104,7 @@ class ReduceScatterReducer(AllReduceReducer):
         if ranks == 1:
             return
         for bucket in buckets:
-            length = shard_length(bucket.numel, ranks)
+            length = shard_length(bucket.numel, ranks, bucket.alignment)
             own = Slice(self.exchange.rank * length, length)
             bucket.shard = BucketShard(where=own, length=ranks * length, exchange=self)
             bucket.storage = bucket.grad.new_zeros(ranks * length)

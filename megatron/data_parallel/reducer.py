@@ -64,6 +64,15 @@ class SparseIndex(Protocol):
         """Write the selected entries of a bucket-sized tensor to `out`, which has its dtype."""
         ...
 
+    def expand(
+        self, values: torch.Tensor, start: int, stop: int, *, scale: float = 1.0
+    ) -> torch.Tensor:
+        """Return `values` times `scale` at positions in `[start, stop)`, and 0 elsewhere.
+
+        fp32 [stop - start], a tensor of its own.
+        """
+        ...
+
     def apply(
         self,
         rule: UpdateRule,

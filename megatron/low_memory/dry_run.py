@@ -189,7 +189,7 @@ class DryRank:
         held = [bucket.grad for bucket in self.engine.buckets]
         held += [b.storage for b in self.engine.buckets if b.storage is not None]
         for state in self.optimizer.states:
-            held += [state.master, *state.moments]
+            held += state.tensors
         return held
 
     def state_bytes(self) -> tuple[int, int]:

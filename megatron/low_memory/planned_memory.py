@@ -6,13 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.config import Config, GPTConfig
-from megatron.data_parallel.bucket_plan import BYTES, ParamShape, RankShapes, plan_buckets
+from megatron.data_parallel.bucket_plan import (
+    BYTES,
+    ParamShape,
+    RankShapes,
+    plan_buckets,
+    slice_alignment,
+)
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
 from megatron.low_memory.checkpoint_interval import recompute_spans, runs_by_operators
 from megatron.low_memory.operation_graph import HEAD, INPUT, PRODUCTS, Graph, wide_resnet_graph
 from megatron.low_memory.strategies import Strategy, activation_course
-from megatron.memory_estimate import Activations, RankGrid, StateBytes, state_bytes
+from megatron.memory_estimate import Activations, RankGrid, StateBytes, main_views, state_bytes
 from megatron.model.dc_transformer_shapes import BLOCK
 from megatron.model.dc_transformer_shapes import logical_shapes as dc_shapes
 from megatron.model.image_shapes import Layer, parameter_shapes
@@ -373,7 +379,11 @@ def _rank_shapes(
     entries = [p.entry(stored.get(p.name, p.numel), widths[p.name]) for p in params.values()]
     return RankShapes(
         params=params,
-        buckets=plan_buckets(reversed(entries), cap=bucket_elements(config, dims.dp)),
+        buckets=plan_buckets(
+            reversed(entries),
+            cap=bucket_elements(config, dims.dp),
+            alignment=slice_alignment(config),
+        ),
         ranks=dims.dp,
         device="cpu",
         stored=stored,
@@ -386,11 +396,14 @@ def _states(
     """Return the bytes of model, optimizer and scratch; a shared storage belongs to the model."""
     model = sum(widths[name] * param.numel for name, param in shapes.params.items())
     sharded = config.parallel.use_distributed_optimizer and shapes.ranks > 1
-    shared = sum(
-        4 * param.numel
-        for name, param in shapes.params.items()
+    views = main_views(config, shapes)
+    # Parameters that stay in fp32 in a 16-bit model are views, too.
+    views |= {
+        name
+        for name in shapes.params
         if widths[name] == 4 and name not in shapes.stored and not sharded
-    )
+    }
+    shared = sum(widths[name] * shapes.params[name].numel for name in views)
     kept = dict(states.kept)
     scratch = kept.pop("scratch", 0) + kept.pop("offload buckets", 0)
     kept.pop("parameters")

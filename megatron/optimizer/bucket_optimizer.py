@@ -1,4 +1,6 @@
-"""The optimizer: fp32 master weights and moments in flat buckets, updated chunk by chunk.
+"""The optimizer: master weights and moments in flat buckets, updated chunk by chunk.
+
+States are fp32, or of matrices in the formats of `state_formats`; the arithmetic is fp32 always.
 
 Chunks of the buckets in which gradients were reduced stay in cache between widening, scaling,
 updating and, if the reducer asks for it, recording the update.
@@ -19,15 +21,27 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from megatron.data_parallel.bucket import ALIGNMENT, GradBucket, ParamInfo, Slice
+from megatron.data_parallel.bucket import ALIGNMENT, STATE_BLOCK, GradBucket, ParamInfo, Slice
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.gradient_path import LayoutChange
 from megatron.data_parallel.reducer import ReducedGrad, SparseIndex, Step
-from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK
-from megatron.optimizer.distributed_optimizer import ShardUpdates, StateShard, bind, fill
+from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, coded_chunk
+from megatron.optimizer.coded_update import GradChunk, fill_runs, sparse_chunk, update_chunk
+from megatron.optimizer.distributed_optimizer import ShardUpdates, StateShard, bind, encode
 from megatron.optimizer.host import beside
+from megatron.optimizer.rounding import RandomBits
+from megatron.optimizer.state_formats import (
+    FP32,
+    StateFormat,
+    StateFormats,
+    StateVector,
+    vector_of,
+    write_all,
+)
 from megatron.optimizer.update_rules import Hyper, UpdateRule
+from megatron.sparse.shard import FlatShard
 
 PARAM = "param"
 """The kind of state that the master weights are."""
@@ -35,26 +49,70 @@ PARAM = "param"
 
 @dataclass
 class BucketState:
-    """States of one bucket: 1-D fp32 tensors as long as its gradient, or as this rank's shard."""
+    """States of one bucket, as long as its gradient, or as this rank's shard.
 
-    master: torch.Tensor
-    moments: tuple[torch.Tensor, ...]
+    `vectors` are the master weights, then the moments in the rule's order. If this rank's shard is
+    part of the parameters' storage, `params` is that storage: all shards, in rank order.
+    """
+
+    vectors: tuple[StateVector, ...]
+    params: torch.Tensor | None = None
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The master weights, 1-D in their dtype."""
+        return self.vectors[0].values
+
+    @property
+    def moments(self) -> tuple[torch.Tensor, ...]:
+        """The moments, 1-D in their dtypes."""
+        return tuple(vector.values for vector in self.vectors[1:])
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, with scales and compensations."""
+        return [tensor for vector in self.vectors for tensor in vector.tensors]
+
+    def cut(self, start: int, stop: int) -> BucketState:
+        """Return a view of the states of positions `[start, stop)`; `start` begins a block."""
+        return BucketState(tuple(vector.cut(start, stop) for vector in self.vectors))
+
+    @property
+    def formats(self) -> tuple[StateFormat, ...]:
+        """The formats of master weights and moments."""
+        return tuple(vector.format for vector in self.vectors)
+
+    @property
+    def is_fp32(self) -> bool:
+        """True if all states are fp32."""
+        return all(vector.is_fp32 for vector in self.vectors)
 
 
 class BucketOptimizer:
     """The optimizer that applies an `UpdateRule` to the buckets of an engine.
 
-    A chunk has at most `most` entries. fp32 parameters that are stored whole become views of the
-    master weights, unless those are sharded; 16-bit parameters get the rounded result from
-    `layout.scatter`.
+    A chunk has at most `most` entries. Parameters that are stored whole become views of master
+    weights of their dtype; others get the rounded result from `layout.scatter`. Sharded fp32 master
+    weights are copies. `formats` are the formats of the states.
     """
 
-    def __init__(self, engine: GradientEngine, rule: UpdateRule, *, most: int = CUDA_CHUNK) -> None:
+    def __init__(
+        self,
+        engine: GradientEngine,
+        rule: UpdateRule,
+        *,
+        most: int = CUDA_CHUNK,
+        formats: StateFormats | None = None,
+    ) -> None:
         self.engine, self.rule = engine, rule
+        self.formats = formats or StateFormats()
         self.applied = 0
         self._device = engine.buckets[0].grad.device
         self._chunk = min(most, CPU_CHUNK if self._device.type == "cpu" else CUDA_CHUNK)
         assert self._chunk % ALIGNMENT == 0
+        self._coded_chunk = coded_chunk(self._chunk, self._device.type)
+        least = STATE_BLOCK if self.formats.has_blocks else ALIGNMENT
+        assert all(bucket.alignment % least == 0 for bucket in engine.buckets)
         self._open()
 
     @property
@@ -108,23 +166,25 @@ class BucketOptimizer:
         # Convert bucket by bucket, so that old states are freed as new ones are allocated.
         for bucket in engine.buckets:
             self._states.append(self._allocate(bucket))
-            for name, kind, flat in self._slices(bucket):
+            for name, kind, state in self._slices(bucket):
                 if kind == PARAM:
-                    self._bind(name, flat)
+                    self._bind(name, state.values)
                 held = old.pop((kind, name), None)
                 if held is not None:
                     # Convert by way of the dense tensor, since layouts do not know each other.
                     param = engine.infos[name].param
-                    whole = torch.zeros(param.shape, dtype=torch.float32, device=flat.device)
-                    beside(before, flat, param).scatter(name, held.whole(), whole)
-                    fill(engine, name, flat, whole)
+                    stored = held.whole()
+                    whole = torch.zeros(param.shape, dtype=torch.float32, device=stored.device)
+                    beside(before, stored, param).scatter(name, stored, whole)
+                    encode(engine, name, state, whole)
         self._size_scratch()
         self._bring_all_up()
 
     def weights(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
-        """Yield the master weights of each parameter's stored entries (1-D views).
+        """Yield the master weights of each parameter's stored entries: fp32, 1-D.
 
-        Sharded weights are copied one by one, collectively over the data-parallel group.
+        fp32 weights are views. Sharded weights are copied one by one, collectively over the
+        data-parallel group.
         """
         for kind, name, held in self._held():
             if kind == PARAM:
@@ -134,14 +194,20 @@ class BucketOptimizer:
         """Yield every state as (kind, logical name, stored entries), for reading and loading.
 
         The kind is "param" for the master weight, else the name of the moment. The tensors are
-        views; for sharded states of the entries of `GradBucket.kept_of`, possibly none.
+        views, in their dtypes; for sharded states of the entries of `GradBucket.kept_of`, possibly
+        none.
         """
+        for kind, name, state in self.vectors():
+            yield kind, name, state.values
+
+    def vectors(self) -> Iterator[tuple[str, str, StateVector]]:
+        """Yield every state as `tensors` does, with scales and compensation."""
         for bucket in self.engine.buckets:
-            for name, kind, flat in self._slices(bucket):
-                yield kind, name, flat
+            for name, kind, state in self._slices(bucket):
+                yield kind, name, state
 
     def whole_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield every state as `tensors` does, but with all stored entries on every rank.
+        """Yield every state in fp32, with all stored entries on every rank.
 
         Sharded states are copied one by one, collectively over the data-parallel group.
         """
@@ -154,7 +220,7 @@ class BucketOptimizer:
         sums = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
         for bucket, state in zip(self.engine.buckets, self.states, strict=True):
             if self.engine.model_shard.owns(bucket):
-                sums += state.master.double().square().sum()
+                sums += state.vectors[0].read().double().square().sum()
         if self.is_sharded:
             groups.dp.all_reduce(sums, dist.ReduceOp.SUM)
         return math.sqrt(groups.sum_over_model(sums))
@@ -188,14 +254,19 @@ class BucketOptimizer:
         """Allocate states for the engine's buckets: the initial weights, and moments of zero."""
         self._states = [self._allocate(bucket) for bucket in self.engine.buckets]
         for bucket in self.engine.buckets:
-            for name, kind, flat in self._slices(bucket):
+            for name, kind, state in self._slices(bucket):
                 if kind == PARAM:
-                    self._bind(name, flat)
+                    self._bind(name, state.values)
         self._size_scratch()
 
     def _bind(self, name: str, flat: torch.Tensor) -> None:
         """Fill a master weight from the parameter, and share memory where possible."""
-        bind(self.engine, name, flat)
+        bucket, where = self.engine.place(name)
+        params = self._states[bucket.index].params
+        if params is None:
+            bind(self.engine, name, flat)
+        else:
+            self.engine.layout.bind(name, where.of(params), self.engine.infos[name].leaves)
 
     def _size_scratch(self) -> None:
         """Allocate scratch memory for the current buckets."""
@@ -206,27 +277,45 @@ class BucketOptimizer:
         longest = max(bucket.kept.numel for bucket in self.engine.buckets)
         return torch.empty(min(self._chunk, longest), dtype=torch.float32, device=self._device)
 
-    def _slices(self, bucket: GradBucket) -> Iterator[tuple[str, str, torch.Tensor]]:
+    def _slices(self, bucket: GradBucket) -> Iterator[tuple[str, str, StateVector]]:
         """Yield name, kind and the entries that this rank keeps of every state of a bucket."""
         kinds, state = (PARAM, *self.rule.moments), self.states[bucket.index]
         for name, where in bucket.slices.items():
             kept = bucket.kept_of(name)
             # An empty slice may start anywhere.
             own = Slice(max(where.start + kept.start - bucket.kept.start, 0), kept.numel)
-            for kind, flat in zip(kinds, (state.master, *state.moments), strict=True):
-                yield name, kind, own.of(flat)
+            for kind, vector in zip(kinds, state.vectors, strict=True):
+                yield name, kind, vector.cut(own.start, own.start + own.numel)
 
     def _held(self) -> Iterator[tuple[str, str, StateShard]]:
         """Yield kind, name and this rank's shard of every state."""
         for bucket in self.engine.buckets:
-            for name, kind, flat in self._slices(bucket):
-                yield kind, name, StateShard.of(bucket, name, flat)
+            for name, kind, state in self._slices(bucket):
+                yield kind, name, StateShard.of(bucket, name, state)
 
     def _allocate(self, bucket: GradBucket) -> BucketState:
-        def zeros() -> torch.Tensor:
-            return torch.zeros(bucket.kept.numel, dtype=torch.float32, device=bucket.grad.device)
+        def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(numel, dtype=dtype, device=bucket.grad.device)
 
-        return BucketState(zeros(), tuple(zeros() for _ in self.rule.moments))
+        formats = self._formats(bucket)
+        shard, params = bucket.shard, None
+        if shard is not None and formats[0] is not FP32 and self._is_whole(bucket):
+            # Parameters become views of the tensor in which their shards lie side by side.
+            params = zeros(shard.length, formats[0].dtype)
+        vectors = [vector_of(each, bucket.kept.numel, zeros) for each in formats]
+        if shard is not None and params is not None:
+            vectors[0] = dataclasses.replace(vectors[0], values=shard.where.of(params))
+        return BucketState(tuple(vectors), params)
+
+    def _formats(self, bucket: GradBucket) -> list[StateFormat]:
+        """Return the formats of the master weights and moments of a bucket."""
+        param = self.engine.infos[bucket.names[0]].param
+        return [self.formats.of_main(param), *self.formats.of_moments(param, self.rule.moments)]
+
+    def _is_whole(self, bucket: GradBucket) -> bool:
+        """Return whether all entries of all parameters of a bucket are stored."""
+        params = {name: self.engine.infos[name].param for name in bucket.names}
+        return all(bucket.slices[name].numel == param.numel() for name, param in params.items())
 
     def _update(
         self,
@@ -238,12 +327,15 @@ class BucketOptimizer:
     ) -> None:
         """Update one bucket; `out`, for this rank's shard, may overwrite consumed gradients."""
         reduced.wait_until(reduced.values.numel())
-        if reduced.index is not None:
-            self._update_sparse(bucket, reduced.index, reduced, factor, hyper)
-            return
         keep = self.engine.wants_update
         assert not (keep and out is not None), "a shard's update would have no place"
         state = self.states[bucket.index]
+        if not state.is_fp32:
+            self._update_coded(bucket, reduced, factor, hyper, out)
+            return
+        if reduced.index is not None:
+            self._update_sparse(bucket, reduced.index, reduced, factor, hyper)
+            return
         mean = bucket.kept.of(reduced.values) if reduced.part is None else reduced.values
         waiting = list(bucket.slices.items())
         for start in range(0, mean.numel(), self._chunk):
@@ -298,6 +390,66 @@ class BucketOptimizer:
                 values[cut].copy_(self.rule.direction(weight[cut], mine, hyper, counts))
         for name, where in bucket.slices.items():
             self._bring_up(name, where.of(state.master))
+
+    def _update_coded(
+        self,
+        bucket: GradBucket,
+        reduced: ReducedGrad,
+        factor: float,
+        hyper: Hyper,
+        out: torch.Tensor | None,
+    ) -> None:
+        """Update a bucket whose states are not all fp32."""
+        state, index = self.states[bucket.index], reduced.index
+        mean = bucket.kept.of(reduced.values) if reduced.part is None else reduced.values
+        length = mean.numel() if index is None else bucket.numel
+        for name, cut in self._coded_cuts(bucket, length):
+            held = state.cut(cut.start, cut.stop)
+            if index is not None:
+                grad = sparse_chunk(index, reduced, cut, factor)
+            else:
+                grad = GradChunk(self._scaled(mean[cut], factor))
+            states = [vector.read() for vector in held.vectors]
+            old_weight = states[0].clone() if self.engine.wants_update else states[0]
+            # Batch step 11: update master weights and moments.
+            update_chunk(self.rule, states, grad, hyper)
+            if self.engine.wants_update:
+                update = self.rule.direction(old_weight, states[1:], hyper, grad.steps_accumulated)
+                if index is None:
+                    mean[cut].copy_(update)
+                else:
+                    fill_runs(index, reduced, cut, update)
+            write_all(held.vectors, states, self._random_bits(bucket, name, cut, hyper.t))
+            if out is not None:
+                out[cut].copy_(held.master)
+            elif cut.stop >= bucket.slices[name].start + bucket.slices[name].numel:
+                self._bring_up(name, bucket.slices[name].of(state.master))
+
+    def _coded_cuts(self, bucket: GradBucket, length: int) -> Iterator[tuple[str, slice]]:
+        """Yield the chunks of this rank's part, each of one parameter and the gap behind it.
+
+        Chunks are positions in the part, of which the first `length` have a gradient.
+        """
+        starts = [where.start for where in bucket.slices.values()]
+        for (name, where), past in zip(
+            bucket.slices.items(), [*starts[1:], bucket.numel], strict=True
+        ):
+            first = max(where.start - bucket.kept.start, 0)
+            end = min(where.start + where.numel - bucket.kept.start, length)
+            for start in range(first, end, self._coded_chunk):
+                stop = min(start + self._coded_chunk, past - bucket.kept.start, length)
+                yield name, slice(start, stop)
+
+    def _random_bits(self, bucket: GradBucket, name: str, cut: slice, step: int) -> RandomBits:
+        """Return the random bits of a chunk's entries, which depend on their logical positions."""
+        info, where = self.engine.infos[name], bucket.slices[name]
+        start, stop = (at + bucket.kept.start - where.start for at in (cut.start, cut.stop))
+        positions = self.engine.layout.positions(name, start, min(stop, where.numel), self._device)
+        if info.tp_shard is not None:
+            positions = FlatShard.of(info.tp_shard).logical(positions)
+        # Entries of a gap stay 0, whatever their bits.
+        positions = F.pad(positions.to(torch.int32), (0, stop - start - positions.numel()))
+        return RandomBits(self.formats.seed, step, name, positions)
 
     def _scaled(self, values: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the chunk in fp32 times factor, which is the chunk itself if nothing changes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.optimizer.loss_scaler import ConstantScaler, DynamicScaler, LossScaler
 from megatron.optimizer.lr import LearningRate, WeightDecay
+from megatron.optimizer.state_formats import DTYPES, StateFormats
 from megatron.optimizer.update_rules import SGD, AdamW, ApexAdamW, UpdateRule
 
 
@@ -19,6 +20,18 @@ def update_rule(config: Config) -> UpdateRule:
         )
     kind = ApexAdamW if options.optimizer_impl == "apex" else AdamW
     return kind(beta1=options.adam_beta1, beta2=options.adam_beta2, eps=options.adam_eps)
+
+
+def state_formats(config: Config) -> StateFormats:
+    """Return the formats of master weights and moments."""
+    options = config.optimizer
+    return StateFormats(
+        main=DTYPES[options.main_params_dtype],
+        rounding=options.main_params_rounding or "stochastic",
+        exp_avg=options.exp_avg_dtype,
+        exp_avg_sq=options.exp_avg_sq_dtype,
+        seed=config.training.seed,
+    )
 
 
 def loss_scaler(config: Config) -> LossScaler:

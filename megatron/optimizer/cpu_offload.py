@@ -28,6 +28,12 @@ from megatron.data_parallel.reducer import ReducedGrad, Step
 from megatron.optimizer.bucket_optimizer import BucketOptimizer, BucketState
 from megatron.optimizer.chunks import SETS, offload_piece
 from megatron.optimizer.pinned_memory import pinned_zeros
+from megatron.optimizer.state_formats import (
+    StateFormat,
+    StateFormats,
+    vector_of,
+    write_all,
+)
 from megatron.optimizer.update_rules import Hyper, UpdateRule
 
 
@@ -96,14 +102,21 @@ class OffloadedOptimizer(BucketOptimizer):
     """A `BucketOptimizer` with states in host memory (pinned for a GPU) and bit-identical results.
 
     `bucket_size` is the number of entries whose states fit in the device buffers; a CPU uses
-    smaller pieces, which fit in cache. Sharded buckets, sparse gradients and reducers that want the
-    update are not supported.
+    smaller pieces, which fit in cache. Master weights that are not fp32 are in host memory, too.
+    Sharded buckets, sparse gradients and reducers that want the update are not supported.
     """
 
-    def __init__(self, engine: GradientEngine, rule: UpdateRule, *, bucket_size: int) -> None:
+    def __init__(
+        self,
+        engine: GradientEngine,
+        rule: UpdateRule,
+        *,
+        bucket_size: int,
+        formats: StateFormats | None = None,
+    ) -> None:
         assert bucket_size >= SETS * ALIGNMENT
         self._lanes: Lanes = OneLane()
-        super().__init__(engine, rule, most=offload_piece(bucket_size))
+        super().__init__(engine, rule, most=offload_piece(bucket_size), formats=formats)
 
     @property
     def states(self) -> list[BucketState]:
@@ -113,13 +126,13 @@ class OffloadedOptimizer(BucketOptimizer):
     @property
     def device_bytes(self) -> int:
         """Bytes on the device in addition to parameters and gradients."""
-        buffers = [t for s in self._sets for t in (s.master, *s.moments)]
+        buffers = [tensor for each in self._sets for tensor in each.tensors]
         return sum(tensor.nbytes for tensor in (*buffers, self._scratch))
 
     @property
     def host_bytes(self) -> int:
         """Bytes of all states."""
-        return sum(t.nbytes for s in self._states for t in (s.master, *s.moments))
+        return sum(tensor.nbytes for state in self._states for tensor in state.tensors)
 
     def step(self, step: Step, *, lr: float, weight_decay: float) -> None:
         # Each piece uses the same set in every step, so its copy in follows its last copy out.
@@ -127,25 +140,41 @@ class OffloadedOptimizer(BucketOptimizer):
         super().step(step, lr=lr, weight_decay=weight_decay)
 
     def _allocate(self, bucket: GradBucket) -> BucketState:
-        def zeros() -> torch.Tensor:
+        def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
             if bucket.grad.is_cuda:
-                return pinned_zeros(bucket.numel, torch.float32)
-            return torch.zeros(bucket.numel, dtype=torch.float32)
+                return pinned_zeros(numel, dtype)
+            return torch.zeros(numel, dtype=dtype)
 
         assert bucket.shard is None, "optimizer_cpu_offload is refused with sharded states"
-        return BucketState(zeros(), tuple(zeros() for _ in self.rule.moments))
+        formats = self._formats(bucket)
+        return BucketState(tuple(vector_of(each, bucket.numel, zeros) for each in formats))
 
     def _size_scratch(self) -> None:
         super()._size_scratch()
-        self._sets = [
-            BucketState(self._room(), tuple(self._room() for _ in self.rule.moments))
-            for _ in range(SETS)
-        ]
+        self._buffers_of: dict[tuple[StateFormat, ...], list[BucketState]] = {}
+        lengths: dict[tuple[StateFormat, ...], int] = {}
+        for bucket, state in zip(self.engine.buckets, self._states, strict=True):
+            longest = self._chunk if state.is_fp32 else self._coded_chunk
+            length = max(lengths.get(state.formats, 0), min(longest, bucket.numel))
+            lengths[state.formats] = length
+        for formats, length in lengths.items():
+            self._buffers_of[formats] = [self._device_buffers(formats, length) for _ in range(SETS)]
         if self._device.type == "cuda":
             self._lanes = CudaLanes(self._device)
             # Buffers and pinned memory must outlive the copies between them, even if the optimizer
             # is freed before the process ends.
             weakref.finalize(self, self._lanes.settle).atexit = False
+
+    @property
+    def _sets(self) -> list[BucketState]:
+        """The device buffers of all formats."""
+        return [state for sets in self._buffers_of.values() for state in sets]
+
+    def _device_buffers(self, formats: Sequence[StateFormat], length: int) -> BucketState:
+        def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+
+        return BucketState(tuple(vector_of(each, length, empty) for each in formats))
 
     def _bind(self, name: str, flat: torch.Tensor) -> None:
         """Bind as `BucketLayout.bind` does, with the still unused gradient memory as scratch."""
@@ -170,26 +199,29 @@ class OffloadedOptimizer(BucketOptimizer):
         assert reduced.index is None and reduced.part is None and out is None
         assert not self.engine.wants_update, "its place is taken"
         host, values = self._states[bucket.index], self._values(bucket)
-        for cut in self._cuts(bucket):
+        for name, cut in self._pieces(bucket):
             number = self._piece % SETS
             self._piece += 1
-            there = [host.master[cut], *(moment[cut] for moment in host.moments)]
-            here = self._buffers(number, cut)
+            there = host.cut(cut.start, cut.stop)
+            here = self._buffers(bucket, number, cut)
             with self._lanes.coming(number):
-                _copy(there, here)
+                _copy(there.tensors, here.tensors)
             reduced.wait_until(cut.stop)
-            weight, *moments = here
+            states = [vector.read() for vector in here.vectors]
+            weight, *moments = states
             self.rule.apply(weight, self._scaled(reduced.values[cut], factor), moments, hyper)
-            values[cut].copy_(weight)
+            if not host.is_fp32:
+                write_all(here.vectors, states, self._random_bits(bucket, name, cut, hyper.t))
+            values[cut].copy_(here.master)
             with self._lanes.going(number):
-                _copy(here, there)
+                _copy(here.tensors, there.tensors)
         self._expand(bucket, values)
 
     def _bring_all_up(self) -> None:
         for bucket, host in zip(self.engine.buckets, self.states, strict=True):
             values = self._values(bucket)
-            for cut in self._cuts(bucket):
-                weight, *_ = self._buffers(0, cut)
+            for _, cut in self._pieces(bucket):
+                weight = self._buffers(bucket, 0, cut).master
                 with self._lanes.coming(0):
                     _copy([host.master[cut]], [weight])
                 values[cut].copy_(weight)
@@ -197,14 +229,18 @@ class OffloadedOptimizer(BucketOptimizer):
                     pass  # the host copy is unchanged
             self._expand(bucket, values)
 
-    def _cuts(self, bucket: GradBucket) -> Iterator[slice]:
+    def _pieces(self, bucket: GradBucket) -> Iterator[tuple[str, slice]]:
+        """Yield the pieces of a bucket, each of one parameter unless all states are fp32."""
+        if not self._states[bucket.index].is_fp32:
+            yield from self._coded_cuts(bucket, bucket.numel)
+            return
         for start in range(0, bucket.numel, self._chunk):
-            yield slice(start, min(start + self._chunk, bucket.numel))
+            yield "", slice(start, min(start + self._chunk, bucket.numel))
 
-    def _buffers(self, number: int, cut: slice) -> list[torch.Tensor]:
+    def _buffers(self, bucket: GradBucket, number: int, cut: slice) -> BucketState:
         """Return the device buffers for the master weights and moments of a piece."""
-        held, length = self._sets[number], cut.stop - cut.start
-        return [tensor[:length] for tensor in (held.master, *held.moments)]
+        formats = self._states[bucket.index].formats
+        return self._buffers_of[formats][number].cut(0, cut.stop - cut.start)
 
     def _values(self, bucket: GradBucket) -> torch.Tensor:
         """Return a view of the gradient memory for updated values in the parameters' dtype."""

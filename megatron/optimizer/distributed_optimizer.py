@@ -15,6 +15,7 @@ import torch
 from megatron.data_parallel.bucket import GradBucket, ParamInfo, Pending, ShardExchange
 from megatron.data_parallel.engine import GradientEngine
 from megatron.optimizer.host import beside
+from megatron.optimizer.state_formats import StateVector
 from megatron.parallel.tensor_shard import Corner
 from megatron.transfer import to_device
 
@@ -72,28 +73,29 @@ class ShardUpdates:
 
 @dataclass(frozen=True)
 class StateShard:
-    """This rank's shard `flat` of a parameter's state: `stored` entries in all, from `first` on.
+    """This rank's shard `state` of a parameter's state: `stored` entries in all, from `first` on.
 
     `exchange` gathers the other shards; None if the state is not sharded.
     """
 
-    flat: torch.Tensor
+    state: StateVector
     first: int
     stored: int
     exchange: ShardExchange | None
 
     @classmethod
-    def of(cls, bucket: GradBucket, name: str, flat: torch.Tensor) -> StateShard:
+    def of(cls, bucket: GradBucket, name: str, state: StateVector) -> StateShard:
         """Construct the shard of a parameter of this bucket."""
         exchange = None if bucket.shard is None else bucket.shard.exchange
-        return cls(flat, bucket.kept_of(name).start, bucket.slices[name].numel, exchange)
+        return cls(state, bucket.kept_of(name).start, bucket.slices[name].numel, exchange)
 
     def whole(self) -> torch.Tensor:
-        """Return all stored entries; copies a sharded state, collectively over its ranks."""
+        """Return all stored entries, fp32; copies a sharded state, collectively over its ranks."""
+        flat = self.state.read()
         if self.exchange is None:
-            return self.flat
-        whole = self.flat.new_zeros(self.stored)
-        whole[self.first : self.first + self.flat.numel()] = self.flat
+            return flat
+        whole = flat.new_zeros(self.stored)
+        whole[self.first : self.first + flat.numel()] = flat
         self.exchange.fill(whole)
         return whole
 
@@ -117,13 +119,20 @@ def bind(engine: GradientEngine, name: str, flat: torch.Tensor) -> None:
         engine.layout.scatter(name, stored, param)
 
 
+def encode(engine: GradientEngine, name: str, state: StateVector, dense: torch.Tensor) -> None:
+    """Write this rank's entries of a dense tensor to a state, rounded to nearest in its format."""
+    flat = state.values if state.is_fp32 else torch.empty_like(state.values, dtype=torch.float32)
+    fill(engine, name, flat, dense)
+    state.write(flat)
+
+
 def fill(engine: GradientEngine, name: str, flat: torch.Tensor, dense: torch.Tensor) -> None:
-    """Write this rank's entries of a dense tensor to its state.
+    """Write this rank's entries of a dense tensor to a tensor of its state.
 
     Args:
         engine: The engine.
         name: Logical name of the parameter.
-        flat: The state, as `BucketOptimizer.tensors` yields it; written in place.
+        flat: The tensor, as `BucketOptimizer.tensors` yields it; written in place.
         dense: The tensor on this tensor-parallel rank, with or without padding at its end.
     """
     bucket, where = engine.place(name)

@@ -173,6 +173,7 @@ KEPT = set(SMALL) | {
     *("min_lr", "lr_warmup_init", "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
     *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     *("lr_multi_step_iters", "lr_multi_step_samples", "lr_multi_step_factors"),
+    *("main_params_dtype", "main_params_rounding", "exp_avg_dtype", "exp_avg_sq_dtype"),
     *("optimizer", "sgd_momentum", "sgd_nesterov", "sgd_weight_decay"),
     *("lr_decay_style", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "profile"),

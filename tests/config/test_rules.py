@@ -185,6 +185,15 @@ PAIRS = {
     "sgd_nesterov or sgd_weight_decay coupled without optimizer sgd": (
         *("--sgd-weight-decay", "coupled"),
     ),
+    "main_params_dtype bf16 without bf16": (*("--main-params-dtype", "bf16"),),
+    "main_params_dtype fp16 without fp16": (*("--main-params-dtype", "fp16", "--bf16"),),
+    "exp_avg_dtype or exp_avg_sq_dtype fp16 with bf16": (
+        *("--exp-avg-sq-dtype", "fp16", "--bf16"),
+    ),
+    "main_params_rounding with main_params_dtype fp32": (
+        *("--main-params-rounding", "stochastic", "--bf16"),
+    ),
+    "exp_avg_sq_dtype with optimizer sgd": (*("--exp-avg-sq-dtype", "int8", "--optimizer", "sgd"),),
     "sgd_nesterov with sgd_momentum 0": (
         *("--optimizer", "sgd", "--sgd-nesterov", "--sgd-momentum", "0"),
     ),

@@ -21,12 +21,13 @@ from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
+from megatron.optimizer.state_formats import StateFormats
 from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.groups import ProcessGroups
 from megatron.parallel.tensor_shard import TensorShard, even_share
 from pretrain_gpt import GRADIENT_PATHS
 from samo.layout import CompressedLayout
-from tests.contract.harness import PathCase, Toy, config_of, gradients_of
+from tests.contract.harness import PathCase, Toy, alignment_of, config_of, gradients_of
 from tests.ranks import grid
 
 LAYERS = 4
@@ -84,19 +85,29 @@ class GridToy(Toy):
         pruned: bool = False,
         plain_cuts: bool = False,
         lr: float = 1e-2,
+        dtype: torch.dtype = torch.float32,
+        formats: StateFormats | None = None,
     ) -> None:
         self.groups, self.lr, self.weight_decay = groups, lr, 0.1
         # With `plain_cuts`, every shard is one range; blocks of a middle axis would be several.
         left_out = {"2.mixed.weight"} if plain_cuts else set()
-        self.infos = [info for info in infos_on(groups) if info.name not in left_out]
+        self.infos = [info for info in infos_on(groups, dtype) if info.name not in left_out]
         parts = GRADIENT_PATHS[case.name].build(config_of(case), self.infos, groups, None)
         if pruned:
             local_entries = {info.name: info.local_entries for info in self.infos}
             masks = {i.name: _mask(i) for i in self.infos if i.param.dim() > 1}
             some = {n: m for n, m in masks.items() if not m[: local_entries[n]].all()}
             parts = PathParts(layout=CompressedLayout(some), reducer=parts.reducer)
-        self.engine = GradientEngine(self.infos, parts, groups, cap=1024, grad_dtype=torch.float32)
-        self.optimizer = BucketOptimizer(self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
+        self.engine = GradientEngine(
+            self.infos,
+            parts,
+            groups,
+            cap=1024,
+            grad_dtype=torch.float32,
+            alignment=alignment_of(formats),
+        )
+        rule = AdamW(beta1=0.9, beta2=0.99, eps=1e-8)
+        self.optimizer = BucketOptimizer(self.engine, rule, formats=formats)
         self.steps = 0
         self.tensors = RunStateDict(groups=groups, engine=self.engine, optimizer=self.optimizer)
 
@@ -161,7 +172,7 @@ class GridToy(Toy):
             self.tensors.take_path(saved)
 
 
-def infos_on(groups: ProcessGroups) -> list[ParamInfo]:
+def infos_on(groups: ProcessGroups, dtype: torch.dtype = torch.float32) -> list[ParamInfo]:
     """Return the parameters of this rank's pipeline stage, as this rank holds them."""
     pp, found = groups.pp, []
     low, high = even_share(LAYERS, rank=pp.rank, ranks=pp.size)
@@ -169,7 +180,7 @@ def infos_on(groups: ProcessGroups) -> list[ParamInfo]:
         layer, _, _ = name.partition(".")
         at_an_end = pp.rank in (0, pp.size - 1) if name == EMBEDDING else pp.rank == 0
         if low <= int(layer) < high if layer.isdigit() else at_an_end:
-            found.append(_info(name, groups))
+            found.append(_info(name, groups, dtype))
     return found
 
 
@@ -184,7 +195,7 @@ def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
     return gradients_of(SHAPES, *seed, scale=scale)
 
 
-def _info(name: str, groups: ProcessGroups) -> ParamInfo:
+def _info(name: str, groups: ProcessGroups, dtype: torch.dtype) -> ParamInfo:
     shape, how = PARAMETERS[name]
     tp, shard = groups.tp, None
     if how is not None and tp.size > 1:
@@ -192,7 +203,7 @@ def _info(name: str, groups: ProcessGroups) -> ParamInfo:
     local = list(shape if shard is None else shard.local_shape)
     if name == EMBEDDING:
         local[0] = -(-local[0] // PADDED_TO) * PADDED_TO
-    leaf = torch.nn.Parameter(_local(shard, _initial(name), torch.Size(local)))
+    leaf = torch.nn.Parameter(_local(shard, _initial(name), torch.Size(local)).to(dtype))
     tied = name == EMBEDDING
     both = tied and groups.pp.size == 1
     return ParamInfo(

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from megatron.config import GradientConfig, OffloadConfig, OptimizerConfig
-from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.bucket import ALIGNMENT, STATE_BLOCK, ParamInfo
 from megatron.data_parallel.encoded_wire import open_exchange
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.reduce_scatter import ReduceScatterReducer, entries_on_rank
 from megatron.data_parallel.reducer import PerEntryState, Step, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.cpu_offload import OffloadedOptimizer
+from megatron.optimizer.state_formats import StateFormats
 from megatron.optimizer.update_rules import AdamW, UpdateRule
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
@@ -133,6 +134,7 @@ class Toy:
         saved: SavedToy | None = None,
         scatter: bool | None = None,
         rule: UpdateRule | None = None,
+        formats: StateFormats | None = None,
     ) -> None:
         self.groups, self.lr, self.weight_decay = groups, lr, weight_decay
         if case.offloaded and grad_dtype.itemsize < dtype.itemsize:
@@ -155,12 +157,15 @@ class Toy:
             grad_dtype=grad_dtype,
             overlap=overlap,
             stream=case.offloaded,
+            alignment=alignment_of(formats),
         )
         rule = rule or AdamW(beta1=0.9, beta2=0.99, eps=1e-8)
         if case.offloaded:
-            self.optimizer = OffloadedOptimizer(self.engine, rule, bucket_size=OFFLOAD_BUCKET)
+            self.optimizer = OffloadedOptimizer(
+                self.engine, rule, bucket_size=OFFLOAD_BUCKET, formats=formats
+            )
         else:
-            self.optimizer = BucketOptimizer(self.engine, rule)
+            self.optimizer = BucketOptimizer(self.engine, rule, formats=formats)
         self.steps = 0
 
     def backward(self, wanted: list[dict[str, torch.Tensor]], loss_scale: float = 1.0) -> None:
@@ -258,6 +263,11 @@ class Toy:
         for name in SHAPES:
             found[f"mask/{name}"] = self.exists(name).clone()
         return found
+
+
+def alignment_of(formats: StateFormats | None) -> int:
+    """Return the alignment of slices and shards for states of these formats."""
+    return STATE_BLOCK if formats is not None and formats.has_blocks else ALIGNMENT
 
 
 def copies(states: Iterable[tuple[str, torch.Tensor | PerEntryState]]) -> dict[str, torch.Tensor]:

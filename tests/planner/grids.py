@@ -119,8 +119,8 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
     offloaded = isinstance(optimizer, OffloadedOptimizer)
     states = optimizer._sets if offloaded else optimizer.states
     kinds: dict[str, Iterable[torch.Tensor]] = {
-        "master": [state.master for state in states],
-        "moments": [moment for state in states for moment in state.moments],
+        "master": [tensor for state in states for tensor in state.vectors[0].tensors],
+        "moments": [t for state in states for each in state.vectors[1:] for t in each.tensors],
         "gradients": [bucket.grad for bucket in engine.buckets],
         "parameters": [leaf for info in engine.infos.values() for leaf in info.leaves],
         "scratch": [optimizer._scratch],

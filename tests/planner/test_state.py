@@ -17,6 +17,8 @@ from tools.planner.traffic import step_bytes
 
 SAMO = "--grad-path samo --samo-sparsity 0.7 --samo-pruning random"
 RADIUS = "--radius-density 0.3 --radius-interval 2 --radius-start-iter 1"
+BF16_STATES = "--main-params-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+INT8_STATES = "--main-params-dtype bf16 --exp-avg-dtype int8 --exp-avg-sq-dtype int8"
 FULL = "--recompute-granularity full"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 CASES = {
@@ -29,6 +31,14 @@ CASES = {
               "--untie-embeddings-and-output-weights --grad-reduce-in-bf16"),
     "head norms": (2, f"{TP} --qk-layernorm"),
     "in turns": (2, f"{PP} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
+    "bf16 states": (2, f"--bf16 --grad-reduce-in-bf16 {BF16_STATES}"),
+    "kahan": (2, f"--bf16 {BF16_STATES} --main-params-rounding kahan {TP}"),
+    "int8 zero": (2, f"--bf16 {INT8_STATES} --use-distributed-optimizer"),
+    "int8 samo zero": (2, f"{SAMO} --bf16 {INT8_STATES} --use-distributed-optimizer"),
+    "int8 samo": (2, f"{SAMO} --bf16 {INT8_STATES} {TP}"),
+    "int8 moments": (2, f"{SAMO} --exp-avg-dtype int8 --exp-avg-sq-dtype int8"),
+    "int8 offloaded": (2, f"--bf16 {INT8_STATES} --optimizer-cpu-offload "
+                       "--offload-bucket-size 2048 --ddp-bucket-size none"),
     "zero fp32": (2, "--use-distributed-optimizer"),
     "samo kept": (2, f"{SAMO} --bf16 {TP} --samo-keep-embeddings"),
     "offloaded": (2, f"{SAMO} --bf16 --optimizer-cpu-offload --offload-bucket-size 512 "

@@ -1,0 +1,65 @@
+"""The update of one chunk whose states were read into fp32, with a dense or a sparse gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.data_parallel.reducer import ReducedGrad, SparseIndex
+from megatron.optimizer.update_rules import Hyper, UpdateRule
+
+
+@dataclass(frozen=True)
+class GradChunk:
+    """The gradient of a chunk.
+
+    Attributes:
+        values: fp32 [n], 0 where nothing was sent; an update may overwrite them.
+        sent: bool [n]: which entries have a gradient; the others are frozen. None for all.
+        steps_accumulated: fp32 [n]: the number of steps that each value sums; None for one.
+    """
+
+    values: torch.Tensor
+    sent: torch.Tensor | None = None
+    steps_accumulated: torch.Tensor | None = None
+
+
+def sparse_chunk(index: SparseIndex, reduced: ReducedGrad, cut: slice, factor: float) -> GradChunk:
+    """Return the gradient times `factor` of positions `cut` of a bucket that was sent in part."""
+    values = index.expand(reduced.values, cut.start, cut.stop, scale=factor)
+    if reduced.unselected == "zero":
+        return GradChunk(values)
+    if reduced.steps_accumulated is None:
+        ones = torch.ones_like(reduced.values, dtype=torch.float32)
+        return GradChunk(values, index.expand(ones, cut.start, cut.stop) > 0)
+    steps = index.expand(reduced.steps_accumulated, cut.start, cut.stop)
+    return GradChunk(values, steps > 0, steps.clamp_(min=1))
+
+
+def update_chunk(
+    rule: UpdateRule, states: Sequence[torch.Tensor], grad: GradChunk, hyper: Hyper
+) -> None:
+    """Update the weight and the moments, fp32 [n] each, in place; frozen weights only decay."""
+    weight, *moments = states
+    if grad.sent is None:
+        rule.apply(weight, grad.values, moments, hyper)
+        return
+    if hyper.weight_decay:
+        weight.mul_(hyper.shrink)
+        hyper = dataclasses.replace(hyper, weight_decay=0.0)
+    new = [state.clone() for state in states]
+    rule.apply(new[0], grad.values, new[1:], hyper, grad.steps_accumulated)
+    for state, changed in zip(states, new, strict=True):
+        torch.where(grad.sent, changed, state, out=state)
+
+
+def fill_runs(index: SparseIndex, reduced: ReducedGrad, cut: slice, update: torch.Tensor) -> None:
+    """Overwrite the sent values of runs by the corrected update of positions `cut`."""
+    for run in index.runs:
+        start, stop = max(run.start, cut.start), min(run.stop, cut.stop)
+        if start < stop:
+            at = run.at - run.start
+            reduced.values[start + at : stop + at] = update[start - cut.start : stop - cut.start]
