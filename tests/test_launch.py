@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -261,7 +262,7 @@ def test_only_a_device_has_hardware_queues(device: str, monkeypatch: pytest.Monk
 
 
 def test_fp32_products_and_convolutions_are_not_rounded_to_tf32() -> None:
-    backends = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    backends: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [backend.allow_tf32 for backend in backends]
     launch = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
     try:

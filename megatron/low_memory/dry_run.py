@@ -41,6 +41,7 @@ from megatron.parallel.groups import Group, ProcessGroups
 from megatron.pipeline.schedule import Kind, Operation, interleaved
 from megatron.pipeline.stage import Chunk, Stage
 from megatron.pretrain import Paths, build_engine, build_optimizer, build_parts
+from megatron.tasks.translation import build_model
 from megatron.tasks.translation_config import TranslationConfig
 from megatron.tasks.vision_config import VisionConfig
 
@@ -340,19 +341,7 @@ class DryTranslation:
 
     def chunks(self, groups: ProcessGroups, device: torch.device) -> list[Any]:
         """Build the model."""
-        from megatron.model.dc_transformer import DCTransformer
-
-        config = self.config
-        return [
-            DCTransformer(
-                config.model,
-                seed=config.training.seed,
-                dtype=getattr(torch, config.precision.param_dtype),
-                device=device,
-                recompute=config.recompute,
-                **self._sizes,
-            )
-        ]
+        return [build_model(self.config, self._sizes, device)]
 
     def message_shape(self, groups: ProcessGroups) -> tuple[int, ...]:
         """Return one axis: there is one chunk, which hands nothing on."""

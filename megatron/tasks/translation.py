@@ -172,21 +172,7 @@ class LoadedTranslation:
         )
 
     def chunks(self, groups: ProcessGroups, device: torch.device) -> list[DCTransformer]:
-        import torch
-
-        from megatron.model.dc_transformer import DCTransformer
-
-        config = self.config
-        return [
-            DCTransformer(
-                config.model,
-                seed=config.training.seed,
-                dtype=getattr(torch, config.precision.param_dtype),
-                device=device,
-                recompute=config.recompute,
-                **self._sizes,
-            )
-        ]
+        return [build_model(self.config, self._sizes, device)]
 
     def readers(
         self, groups: ProcessGroups, device: torch.device, *, log: Callable[[str], None]
@@ -214,6 +200,30 @@ class LoadedTranslation:
 
     def message_shape(self, groups: ProcessGroups) -> tuple[int, ...]:
         return (1,)
+
+
+def build_model(
+    config: TranslationConfig, sizes: Mapping[str, int], device: torch.device
+) -> DCTransformer:
+    """Build the initialized model of a configuration.
+
+    Args:
+        config: The checked configuration.
+        sizes: `source_size` and `target_size`, the entries of the dictionaries.
+        device: The device of the parameters.
+    """
+    import torch
+
+    from megatron.model.dc_transformer import DCTransformer
+
+    return DCTransformer(
+        config.model,
+        seed=config.training.seed,
+        dtype=getattr(torch, config.precision.param_dtype),
+        device=device,
+        recompute=config.recompute,
+        **sizes,
+    )
 
 
 def pair_paths(config: TranslationConfig) -> PairPaths:

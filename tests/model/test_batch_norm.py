@@ -72,8 +72,8 @@ def test_it_is_torchs_in_fp32(dtype: torch.dtype) -> None:
         # The gradient of the images is weight / std * (g - mean(g) - unit * mean(g * unit)).
         factor, kept = weight / std, (upstream * unit).abs().mean((0, 2, 3), keepdim=True)
         close(mine.grad, other.grad, 2 * factor * upstream, factor * unit * kept)
-        close(ours.weight.grad, theirs.weight.grad, VALUES * upstream * unit)
-        close(ours.bias.grad, theirs.bias.grad, VALUES * upstream)
+        for name, each in (("weight", upstream * unit), ("bias", upstream)):
+            close(getattr(ours, name).grad, getattr(theirs, name).grad, VALUES * each)
         buffers.commit()
         statistics = dict(theirs.named_buffers())
         close(ours.running_mean, statistics["running_mean"], values)

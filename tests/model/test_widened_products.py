@@ -119,7 +119,7 @@ def test_a_convolution_is_rounded_once_and_saves_16_bits(
     # Half a unit in the last place of the result. Sums of at most n products of N(0, 1) in fp32
     # are off by n eps of their largest partial sum.
     half, sums = torch.finfo(dtype).eps / 2 * 1.01, 144 * torch.finfo(torch.float32).eps
-    bounds = {"rtol": half, "atol": sums}
+    bounds: dict[str, Any] = {"rtol": half, "atol": sums}
     torch.testing.assert_close(found.double(), expected, **bounds)
     upstream = torch.randn(found.shape).to(dtype)
     found.backward(upstream)

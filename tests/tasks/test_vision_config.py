@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,13 @@ def test_the_rule_refuses_what_torch_refuses(size: tuple[int, int]) -> None:
     layers = wide_resnet101_layers(classes=3, width=1 / 16, height=size[0], image_width=size[1])
     counted = {layer.name: layer.positions for layer in layers if layer.kind == "norm"}
     found: dict[str, int] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _, inputs: found.update({name: inputs[0][0, 0].numel()})
+
     for name, module in network.named_modules():
         if isinstance(module, BatchNorm2d):
-            module.register_forward_pre_hook(
-                lambda _, inputs, name=name: found.update({name: inputs[0][0, 0].numel()})
-            )
+            module.register_forward_pre_hook(note(name))
     network(torch.randn(2, 3, *size))
     assert found == counted
     if 1 in found.values():
