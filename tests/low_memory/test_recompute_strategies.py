@@ -255,7 +255,7 @@ def test_stored_products_of_a_gpt_cost_no_product(flags: str) -> None:
 def test_strategies_trade_memory_for_flops_in_the_expected_order() -> None:
     wide = "--num-layers 28 --width-factor 2"
     found = {
-        name: vision(f"{wide} {flags}", measure=False)
+        name: vision(f"{wide} {flags}", columns=("planned", "tracked"))
         for name, flags in {
             "none": "",
             "ops": OPS,

@@ -59,7 +59,7 @@ def decoded(dtype: torch.dtype) -> torch.Tensor:
     model.train(False)
     source, inputs, _ = random_pairs([(5, 6), (9, 6)])
     memory, visible = model.encode(source), (source != 0)[:, None, None]
-    return model.decode_next(inputs[:, 0], 0, memory, visible, model.start_decoding(memory))
+    return model.decode_next(inputs[:, 0], 0, visible, model.start_decoding(memory))
 
 
 MODELS: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
