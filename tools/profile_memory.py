@@ -8,8 +8,8 @@ Bytes by the kinds of "Low-Memory Neural Network Training" (model, optimizer, ac
 and over the course of a step, with the operator at the peak, and FLOPs with recomputation apart.
 CONFIG is a file of pretrain_TASK.py. `--accounting paper` counts by the report's own rules, from
 shapes alone, with `--strategy` and `--nonzero`, and refuses settings that the rules do not cover.
-`--out` writes ledger.json and then memory.png, a pie and a timeline. `--json` prints the totals as
-one line of JSON, the last one.
+`--out` writes ledger.json, from which report.html of a run in that folder draws, and memory.png, a
+pie and a timeline. `--json` prints the totals as one line of JSON, the last one.
 
 Exit code 2 for wrong settings. Only the columns `tracked` and `measured` load torch.
 """
@@ -20,10 +20,10 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -66,8 +66,18 @@ STRATEGY = re.compile(r"(none|no-norm)|(every|residual|residual-star)-([1-9]\d*)
 ASSUMED_DICTIONARIES = (
     f"dictionaries of {DICTIONARIES[0]:,} and {DICTIONARIES[1]:,} entries are assumed"
 )
-Profile = tuple[dict[str, Any], Callable[[Path], None] | None]
-"""The totals of an accounting, and the function that draws its picture to a file, if it has one."""
+
+
+class Profile(NamedTuple):
+    """The totals of an accounting.
+
+    `draw` draws its picture to a file, if it has one; `course` has the bytes over a step, which
+    the file of the ledger gets beside the totals.
+    """
+
+    data: dict[str, Any]
+    draw: Callable[[Path], None] | None
+    course: Mapping[str, Any] = {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,14 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = options.world_size or config.parallel.model_parallel_size
         config = resolve(config, world)
         profile = _paper if options.accounting == "paper" else _actual
-        data, draw = profile(config, world, options)
+        found = profile(config, world, options)
         if options.json:
-            print(json.dumps(data))
+            print(json.dumps(found.data))
         if options.out is not None:
-            text = json.dumps(data, indent=1) + "\n"
+            text = json.dumps({**found.data, **found.course}, indent=1) + "\n"
             (options.out / "ledger.json").write_text(text, encoding="utf-8")
-            if draw is not None:  # last, since it may lack matplotlib
-                draw(options.out / "memory.png")
+            if found.draw is not None:  # last, since it may lack matplotlib
+                found.draw(options.out / "memory.png")
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -95,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _actual(config: Config, world: int, options: argparse.Namespace) -> Profile:
     """Print the ledger of a rank, and return its totals and its picture."""
     from megatron.low_memory.ledger import COLUMNS, memory_ledger
-    from megatron.low_memory.ledger_report import draw_ledger, ledger_lines
+    from megatron.low_memory.ledger_report import MOST_POINTS, draw_ledger, ledger_lines, thin
 
     opened, vocabulary = _open(config)
     ledger = memory_ledger(
@@ -108,7 +118,8 @@ def _actual(config: Config, world: int, options: argparse.Namespace) -> Profile:
         columns=COLUMNS[:2] if options.no_measured else COLUMNS,
     )
     print("\n".join(ledger_lines(ledger)))
-    return ledger.as_data(), lambda file: draw_ledger(file, ledger)
+    samples = [asdict(sample) for sample in thin(ledger.samples, MOST_POINTS)]
+    return Profile(ledger.as_data(), lambda file: draw_ledger(file, ledger), {"samples": samples})
 
 
 def _open(config: Config) -> tuple[Profiled, int]:
@@ -158,7 +169,7 @@ def _paper(config: Config, world: int, options: argparse.Namespace) -> Profile:
         "optimizer": optimizer,
     }
     if counted is None:
-        return data, None
+        return Profile(data, None)
     each, course = counted.bytes, counted.activations
     data |= asdict(each) | {
         "total": each.total,
@@ -172,7 +183,7 @@ def _paper(config: Config, world: int, options: argparse.Namespace) -> Profile:
 
         draw_course(file, title, {kind: float(getattr(each, kind)) for kind in KINDS}, course)
 
-    return data, draw
+    return Profile(data, draw)
 
 
 def _paper_lines(

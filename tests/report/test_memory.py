@@ -99,7 +99,7 @@ def test_a_ledger_that_says_nothing_has_no_picture(tmp_path: Path, text: str) ->
 
 def test_ledgers_of_the_tool_are_understood(tmp_path: Path) -> None:
     config = Path(__file__).resolve().parents[2] / "configs" / "wrn28_2_cifar10.yaml"
-    arguments = [str(config), "--accounting", "paper", "--out", str(tmp_path)]
+    arguments = [str(config), "--task", "vision", "--accounting", "paper", "--out", str(tmp_path)]
     assert profile_memory.main(arguments) == 0
     paper = json.loads((tmp_path / "ledger.json").read_text())
     heading, *rows = memory_table(paper)
