@@ -33,7 +33,7 @@ class RefusedPair:
     def message(self, config: SettingValues) -> str:
         """Return the line of the error, with the values of the fields that the name mentions."""
         known = config.values()
-        words = [word.strip(",") for word in self.name.split()]
+        words = dict.fromkeys(word.strip(",") for word in self.name.split())
         values = [f"{word} is {show(known[word])}" for word in words if word in known]
         return f"{self.name}: {self.reason} ({', '.join(values)}); {self.instead}"
 
