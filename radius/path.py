@@ -66,6 +66,12 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "give --sgd-weight-decay decoupled without --sgd-nesterov, or another --grad-path",
     ),
     _pair(
+        "grad_wire int8 or int4 with grad_wire_feedback",
+        lambda c: c.gradient.keeps_rounding,
+        "the residual of Radius does not take what the wire rounds off",
+        "give --grad-wire bf16, or --grad-wire-feedback false",
+    ),
+    _pair(
         "fp16 without accumulate_allreduce_grads_in_fp32",
         lambda c: c.precision.grad_dtype == "float16" and _sums_up(c),
         "a resample sends the sum of many steps times the loss scale, which overflows in 16 bit "

@@ -342,18 +342,6 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "drop one of them",
     ),
     refused_pair(
-        "grad_wire with grad_path topk or powersgd",
-        lambda c: c.gradient.grad_wire is not None and c.gradient.grad_path in ("topk", "powersgd"),
-        "these baselines encode gradients in their own way",
-        "drop one of them",
-    ),
-    refused_pair(
-        "grad_wire int8 or int4, with feedback, with grad_path radius",
-        lambda c: c.gradient.keeps_rounding and "radius" in c.gradient.grad_path,
-        "the residual of Radius does not take what the wire rounds off",
-        "give --grad-wire bf16, or --grad-wire-feedback false",
-    ),
-    refused_pair(
         "predivide_loss with a grad_path other than dense and samo",
         lambda c: c.precision.predivide_loss and c.gradient.grad_path not in ("dense", "samo"),
         "its residual is compared with means over ranks",

@@ -10,6 +10,7 @@ from megatron.data_parallel.bucket_plan import BYTES, PathBytes, RankShapes, Ste
 from megatron.data_parallel.gradient_path import GradientPath
 from radius.baselines.feedback import check_start, options_of
 from radius.baselines.message_bytes import powersgd_bytes, powersgd_traffic
+from radius.baselines.rules import BASELINE_PAIRS
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -41,6 +42,7 @@ class PowerSGDPath(GradientPath):
 
     name = "powersgd"
     sections = {"powersgd": PowerSGDConfig}
+    refused_pairs = BASELINE_PAIRS
 
     def check(self, config: Config) -> None:
         start = options_of(config, PowerSGDConfig).powersgd_start_iter

@@ -26,6 +26,7 @@ from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
 from radius.baselines.feedback import CompressedWork, FeedbackReducer, check_start, options_of
 from radius.baselines.message_bytes import RESIDUAL_BYTES, all_reduces, count, from_start, matrices
+from radius.baselines.rules import BASELINE_PAIRS
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,7 @@ class TopKPath(GradientPath):
 
     name = "topk"
     sections = {"topk": TopKConfig}
+    refused_pairs = BASELINE_PAIRS
 
     def check(self, config: Config) -> None:
         check_start(config, "topk_start_iter", options_of(config, TopKConfig).topk_start_iter)

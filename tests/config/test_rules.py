@@ -266,6 +266,8 @@ PAIRS = {
     "optimizer_cpu_offload with ddp_bucket_size": (
         *("--bf16", "--optimizer-cpu-offload", "--ddp-bucket-size", "4096"),
     ),
+    "grad_wire with gradients accumulated in 16 bits": ("--grad-wire", "bf16", "--fp16"),
+    "grad_wire with predivide_loss": ("--grad-wire", "bf16", "--predivide-loss"),
     "predivide_loss with a grad_path other than dense and samo": (
         *("--predivide-loss", "--grad-path", "sparse"),
     ),

@@ -103,6 +103,7 @@ def test_a_density_outside_its_range_is_refused(density: str) -> None:
         ("--fp16", "give --accumulate-allreduce-grads-in-fp32, or --radius-residual none"),
         ("--optimizer sgd --sgd-weight-decay coupled", "give --sgd-weight-decay decoupled"),
         ("--optimizer sgd --sgd-nesterov", "without --sgd-nesterov, or another --grad-path"),
+        ("--grad-wire int8", "give --grad-wire bf16, or --grad-wire-feedback false"),
         ("--fp16 --radius-schedule rolling", "give --accumulate-allreduce-grads-in-fp32"),
     ],
 )
@@ -120,6 +121,8 @@ def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> No
         "--fp16 --accumulate-allreduce-grads-in-fp32",
         "--fp16 --radius-residual none",
         "--fp16 --radius-density 1",
+        "--grad-wire bf16",
+        "--grad-wire int4 --grad-wire-feedback false",
         "--radius-schedule rolling --optimizer sgd --adam-beta1 0",
         "--radius-start-iter 0 --radius-interval 1",
     ],

@@ -68,7 +68,8 @@ def test_fewer_bits_send_fewer_bytes_and_train_alike(ranks: Ranks, tmp_path: Pat
     ("flags", "text"),
     [
         ("--grad-wire int8 --grad-path radius", "--grad-wire-feedback false"),
-        ("--grad-wire bf16 --grad-path topk", "topk or powersgd"),
+        ("--grad-wire bf16 --grad-path topk", "in their own way"),
+        ("--grad-wire bf16 --grad-path powersgd", "in their own way"),
         ("--grad-wire bf16 --bf16 --grad-reduce-in-bf16", "rounded already"),
         ("--grad-wire bf16 --predivide-loss", "means, not sums"),
         ("--grad-wire int8 --grad-path samo --samo-pruning random --dsr-interval 1", "rewiring"),
