@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -10,7 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron.config import RefusedPair
 from megatron.config.fields import ValueRange, at_least, between, option, section
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.bucket_plan import BYTES, PathBytes, RankShapes, StepTraffic
+from megatron.data_parallel.bucket_plan import (
+    BYTES,
+    PathBytes,
+    RankShapes,
+    StepTraffic,
+    plan_wire,
+)
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
 from radius.memory import planned_bytes, planned_traffic
@@ -189,13 +196,15 @@ class RadiusPath(GradientPath):
         """
         options = self._options(config)
         rolling = options.radius_schedule == "rolling"
-        return planned_bytes(
+        found = planned_bytes(
             rank,
             density=options.density,
             residual=options.radius_residual,
             rolling_interval=options.radius_interval if rolling else None,
             value_bytes=BYTES[config.precision.grad_dtype],
         )
+        wire = plan_wire(config, rank)
+        return dataclasses.replace(found, passing={**found.passing, **wire.passing})
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
         options, total = self._options(config), config.total_iterations()

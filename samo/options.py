@@ -154,7 +154,7 @@ SAMO_PAIRS: tuple[RefusedPair, ...] = (
     _pair(
         "dsr_interval with grad_wire int8 or int4 and feedback",
         lambda o, c: o.dsr_interval is not None and c.gradient.keeps_rounding,
-        "what the wire rounded off belongs to entries that a rewiring prunes",
+        "what the wire rounded off may belong to entries that a rewiring prunes",
         "give --grad-wire bf16, or --grad-wire-feedback false",
     ),
     _pair(

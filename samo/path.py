@@ -18,7 +18,7 @@ from megatron.data_parallel.bucket_plan import (
     RankShapes,
     main_bytes,
     moment_bytes,
-    plan_feedback,
+    plan_wire,
 )
 from megatron.data_parallel.gradient_path import (
     CheckpointView,
@@ -130,8 +130,10 @@ class SamoPath(GradientPath):
         index = {"index": index_bytes(sizes, stored, device=rank.device)}
         # A checkpoint holds one mask bit per entry.
         masks = sum(-(-rank.params[name].local_entries // 8) for name in sizes)
-        feedback = plan_feedback(config, rank)
-        return PathBytes({**index, **feedback.kept}, shared=masks, own=feedback.own)
+        # In a product of paths, the other one has the reducer and its wire.
+        is_alone = config.gradient.grad_path == self.name
+        wire = plan_wire(config, rank) if is_alone else PathBytes()
+        return PathBytes({**index, **wire.kept}, wire.passing, shared=masks, own=wire.own)
 
 
 def _options(config: Config) -> SamoConfig:

@@ -180,6 +180,7 @@ def _drop_groups(groups: ProcessGroups) -> int:
     import torch.distributed as dist
 
     grid_of.cache_clear()
+    vars(groups).pop("second_dp", None)
     made = [group for group in _groups() if group not in _FIRST_GROUPS]
     for group in made:
         dist.destroy_process_group(group)

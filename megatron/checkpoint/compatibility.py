@@ -21,7 +21,7 @@ _LATER: dict[str, Any] = {
 """Settings that older checkpoints do not have, with the values that these were trained with."""
 _ADDED = {
     "gradient.grad_wire": (None,),
-    "gradient.grad_wire_feedback": (True, False),
+    "gradient.keeps_rounding": (False,),
     "samo.samo_dense": (None,),
     "samo.dsr_frequency": (1.0,),
     "samo.dsr_growth": ("survivors", "zeros"),
@@ -32,6 +32,8 @@ Older runs grew by zeros under other rules as well, so they continue under eithe
 """
 _OF_THE_DATA = ("seed", "global_batch_size", "rampup_batch_size")
 _PATH = "gradient.grad_path"
+_WIRE = "gradient.grad_wire"
+_KEEPS_ROUNDING = "gradient.keeps_rounding"
 _SECTIONS = ("model", "data", "training")
 """Sections of an identity that do not belong to the gradient path."""
 MAX_DIFFERENCES = 5
@@ -57,8 +59,9 @@ def identity(
                 found.setdefault(f"{section}.{name}", value)
     for name in _OF_THE_DATA:
         found[f"training.{name}"] = getattr(config.training, name)
-    for name, value in dataclasses.asdict(config.gradient).items():
-        found[f"gradient.{name}"] = value
+    found[_PATH] = config.gradient.grad_path
+    found[_WIRE] = config.gradient.grad_wire
+    found[_KEEPS_ROUNDING] = config.gradient.keeps_rounding
     for section, options in config.extensions.items():
         for name, value in dataclasses.asdict(options).items():  # type: ignore[call-overload]
             found[f"{section}.{name}"] = value
@@ -138,12 +141,18 @@ def check_path(
                 "in the checkpoint, with what had not been sent yet"
             )
         return
-    if not reset and (own or path != "dense"):
+    has_state = path != "dense" or was.get(_KEEPS_ROUNDING)
+    if not reset and (own or has_state):
         raise CheckpointError(
             f"{where}: was saved on another gradient path: {_few(differing)}; give the same "
             "settings, or --reset-grad-state to drop what that path has not sent yet"
         )
-    log(f"gradient path {new} starts here; the checkpoint is of {path}")
+    log(f"gradient path {_path_text(now)} starts here; the checkpoint is of {_path_text(was)}")
+
+
+def _path_text(identity: Mapping[str, Any]) -> str:
+    wire = identity.get(_WIRE)
+    return f"{identity.get(_PATH)}{f' over {wire}' if wire else ''}"
 
 
 def check_data(

@@ -76,7 +76,8 @@ class AllReduceReducer(GradientReducer):
     ) -> None:
         super().__init__(exchange)
         self.divides, self.most = divides, most
-        self._entries = None if exchange.is_exact else feedback
+        # A single rank encodes nothing, but may load what several ranks kept.
+        self._entries = feedback if exchange.ranks == 1 or not exchange.is_exact else None
         self._feedback: dict[int, WireFeedback] = {}
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
@@ -85,15 +86,15 @@ class AllReduceReducer(GradientReducer):
             self._feedback = {b.index: WireFeedback(b, self._entries) for b in matrices}
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
+        lost = self._joined(bucket, step)
         # A bucket may be empty on a tensor-parallel rank, and then on every data-parallel rank.
         if self.exchange.ranks == 1 or not bucket.numel:
+            if lost is not None:
+                lost.zero_()  # nothing is encoded
             return TransferWork(bucket.grad, None)
         most = self.most or bucket.numel
         starts = range(0, bucket.numel, most)
         pieces = [Slice(start, min(most, bucket.numel - start)) for start in starts]
-        lost: torch.Tensor | None = None
-        if step.layout_is_final and bucket.index in self._feedback:
-            lost = self._feedback[bucket.index].join(bucket.grad, step.loss_scale)
         work = [(where, self._reduced(bucket, where, lost)) for where in pieces]
         return work[0][1] if len(work) == 1 else _PiecesWork(bucket.grad, work)
 
@@ -120,6 +121,15 @@ class AllReduceReducer(GradientReducer):
         if not self.exchange.is_exact:
             return None
         return 1.0 if self.divides else float(self.exchange.ranks)
+
+    def _joined(self, bucket: GradBucket, step: StepContext) -> torch.Tensor | None:
+        """Add what is kept to the gradients; return memory for what will be lost, if it is kept."""
+        feedback = self._feedback.get(bucket.index)
+        if feedback is None or not step.layout_is_final:
+            return None
+        if self.exchange.ranks == 1 and not feedback.is_pending:
+            return None
+        return feedback.join(bucket.grad, step.loss_scale)
 
     def _reduced(self, bucket: GradBucket, where: Slice, lost: torch.Tensor | None) -> TransferWork:
         grad, exchange = where.of(bucket.grad), self.exchange

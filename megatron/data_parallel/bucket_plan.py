@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron.data_parallel.bucket import ALIGNMENT, STATE_BLOCK, Slice
-from megatron.data_parallel.wire_format import format_of, mean_bytes
+from megatron.data_parallel.wire_format import block_of, format_of, mean_bytes
 from megatron.parallel.tensor_shard import TensorShard
 
 if TYPE_CHECKING:
@@ -63,7 +63,11 @@ class BucketPlan:
 
 def slice_alignment(config: Config) -> int:
     """Return the multiple of entries at which the slices and shards of a run begin."""
-    return STATE_BLOCK if config.optimizer.has_state_blocks else ALIGNMENT
+    if config.optimizer.has_state_blocks:
+        return STATE_BLOCK
+    # Parameters that share a block would share its scale.
+    wire = config.gradient.grad_wire
+    return ALIGNMENT if wire is None else max(ALIGNMENT, block_of(wire))
 
 
 def plan_buckets(
@@ -325,15 +329,24 @@ def mean_traffic(
     return [StepTraffic("every step", steps, sent)]
 
 
-def plan_feedback(config: Config, rank: RankShapes) -> PathBytes:
-    """Return the bytes in which the reducer of `plan_means` keeps what the wire rounds off.
+def plan_wire(config: Config, rank: RankShapes) -> PathBytes:
+    """Return the bytes of an encoded wire: encoded values, and what the reducer keeps of rounding.
 
-    Two buffers of the bucket's length, one of which a dropped step leaves unchanged.
+    At most all buckets are on their way at a time, as sent and as received. What is kept takes two
+    buffers of the bucket's length, one of which a dropped step leaves unchanged.
     """
-    if not config.gradient.keeps_rounding or rank.ranks == 1:
+    wire = config.gradient.grad_wire
+    if wire is None or rank.ranks == 1:
         return PathBytes()
+    encoded = sum(
+        payload(bucket, bucket.numel, ranks=rank.ranks, grad_bytes=4, wire=wire)
+        for bucket in rank.buckets
+    )
+    passing = {"encoded values": 2 * encoded}
+    if not config.gradient.keeps_rounding:
+        return PathBytes(passing=passing)
     entries = sum(bucket.numel for bucket in rank.buckets if bucket.kind.matrix)
-    return PathBytes(kept={"wire feedback": 2 * 4 * entries}, own=4 * entries)
+    return PathBytes(kept={"wire feedback": 2 * 4 * entries}, passing=passing, own=4 * entries)
 
 
 def payload(
@@ -343,7 +356,7 @@ def payload(
 
     An encoded mean (`wire`) sends as many bytes as an all-reduce of its encoded chunks.
     """
-    if wire is None:
+    if wire is None or not entries:
         return grad_bytes * entries
     return mean_bytes(format_of(wire, matrix=bucket.kind.matrix), entries, ranks)
 

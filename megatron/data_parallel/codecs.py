@@ -1,7 +1,7 @@
 """Codecs: how one value of a gradient is written in fewer bits than fp32.
 
 Bytes are uint8 tensors, so that any backend carries them. A codec is a pure function of its input:
-equal values have equal bytes on every processor, and equal bytes decode to equal values.
+equal bytes decode to equal values on every processor.
 """
 
 from __future__ import annotations

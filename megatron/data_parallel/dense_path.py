@@ -11,7 +11,7 @@ from megatron.data_parallel.bucket_plan import (
     PathBytes,
     RankShapes,
     StepTraffic,
-    plan_feedback,
+    plan_wire,
 )
 from megatron.data_parallel.gradient_path import CheckpointView, GradientPath, PathParts, Shapes
 
@@ -40,7 +40,7 @@ class DensePath(GradientPath):
         return mean_reducer(config, infos, exchange)
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        return plan_feedback(config, rank)
+        return plan_wire(config, rank)
 
 
 class ProductPath(GradientPath):

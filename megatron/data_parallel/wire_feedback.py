@@ -14,7 +14,7 @@ from megatron.data_parallel.reducer import PerEntryState
 class WireFeedback:
     """What the wire lost of a bucket's values on this rank: fp32, in unscaled units.
 
-    The mean over ranks of what they keep is the update that is still due, so a run on another
+    The mean over ranks of what they keep is the gradient that is still due, so a run on another
     number of ranks continues from the mean. A step needs a second buffer, since a dropped step must
     leave the first one unchanged.
 
@@ -32,6 +32,11 @@ class WireFeedback:
         self._kept: torch.Tensor | None = None
         self._lost: torch.Tensor | None = None
         self._scale = 0.0
+
+    @property
+    def is_pending(self) -> bool:
+        """True if something was kept, or loaded from a checkpoint."""
+        return self._kept is not None
 
     def join(self, grad: torch.Tensor, loss_scale: float) -> torch.Tensor:
         """Add what is kept to the scaled gradients; return memory for what will be lost of both."""

@@ -400,6 +400,8 @@ def check_tracked(config: Config) -> None:
             f"grad_path: {config.gradient.grad_path} chooses entries by value, which fake tensors "
             f"do not have; only {', '.join(DRY_PATHS)} is tracked"
         )
+    if config.gradient.grad_wire is not None:
+        raise ConfigError("grad_wire: means are encoded in a thread of their own and not tracked")
     if config.offload.optimizer_cpu_offload:
         raise ConfigError(
             "optimizer_cpu_offload: updates run in threads of their own and are not tracked"
@@ -417,6 +419,8 @@ def check_measured(config: Config) -> None:
             f"grad_path: {config.gradient.grad_path} keeps masks or residuals, which are not "
             f"measured; only {', '.join(DRY_PATHS)} is"
         )
+    if config.gradient.grad_wire is not None:
+        raise ConfigError("grad_wire: means are not encoded by the ranks of a profile")
     if config.offload.optimizer_cpu_offload:
         raise ConfigError(
             "optimizer_cpu_offload: fp32 copies and moments are in the host's memory, which is not "

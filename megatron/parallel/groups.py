@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -54,14 +55,17 @@ class Traffic:
 
     def __init__(self) -> None:
         self._sent = 0
+        self._lock = Lock()  # A wire counts in its own thread.
 
     def add(self, sent: int) -> None:
         """Count bytes that are about to be sent."""
-        self._sent += sent
+        with self._lock:
+            self._sent += sent
 
     def take(self) -> int:
         """Return the bytes since the last call, and start again from 0."""
-        sent, self._sent = self._sent, 0
+        with self._lock:
+            sent, self._sent = self._sent, 0
         return sent
 
 
@@ -318,6 +322,8 @@ class ProcessGroups:
         lines, rank = self.dims.lines("dp"), self.world.rank
         found = _join("second dp", lines, rank, None, self.dp.timeout, self.dp.traffic)
         found.calls.tell = self.dp.calls.tell
+        # Observers learn of the group here, before another thread uses it.
+        found.all_reduce(torch.zeros(1), dist.ReduceOp.SUM, about="connect")
         return found
 
     def sum_over_model(self, value: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,34 @@ def test_settings_that_do_not_fit_the_wire_are_refused(flags: str, text: str) ->
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("wire", ["--grad-wire int8", WIRES[3]])
+def test_what_was_rounded_off_continues_on_other_ranks(
+    ranks: Ranks, tmp_path: Path, wire: str
+) -> None:
+    """Four ranks, then two, then one, which sends nothing, then two again."""
+    flags = f"{BASE} {wire}"
+    for world, stop in ((4, 2), (2, 4), (1, 6), (2, 8)):
+        left = "" if stop == 8 else f"--exit-interval {stop}"
+        found = ranks.run(world, on_rank, 1, f"{flags} {left}", tmp_path)
+        assert found[0]["iteration"] == stop
+    whole = ranks.run(4, on_rank, 1, flags, tmp_path / "whole")
+    assert whole[0]["iteration"] == 8
+    other = metrics_of(tmp_path / "whole", "lm_loss")
+    assert metrics_of(tmp_path, "lm_loss") == pytest.approx(other, abs=0.02)
+
+
+def test_stages_with_a_tied_embedding_agree_over_a_wire(ranks: Ranks, tmp_path: Path) -> None:
+    flags = f"{BASE} --grad-wire int8 --pipeline-model-parallel-size 2"
+    ranks.run(4, on_stage, flags, tmp_path / "pp2")
+    ranks.run(2, on_rank, 1, f"{BASE} --grad-wire int8", tmp_path / "pp1")
+    found, other = (metrics_of(tmp_path / name, "lm_loss") for name in ("pp2", "pp1"))
+    assert found == pytest.approx(other, abs=0.02) and found[-1] < found[0]
+
+
+def on_stage(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
+    return train(grid(groups, pp=2), flags, run_dir)
+
+
 def test_another_wire_is_another_path(ranks: Ranks, tmp_path: Path) -> None:
     flags = f"{BASE} --grad-wire int8"
     ranks.run(2, on_rank, 1, f"{flags} --exit-interval 5", tmp_path)

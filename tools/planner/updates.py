@@ -60,7 +60,8 @@ class Ran(NamedTuple):
 
 def streams(config: GPTConfig) -> bool:
     """Return whether updates follow sums one by one (`GradientEngine.streams`)."""
-    return config.offload.optimizer_cpu_offload and not config.optimizer.clip_grad
+    plain = config.gradient.grad_wire is None
+    return config.offload.optimizer_cpu_offload and not config.optimizer.clip_grad and plain
 
 
 def play_sums(
