@@ -438,17 +438,33 @@ def test_7_ranks_that_bucket_differently_are_refused(ranks: Ranks, case: PathCas
 
 
 def on_rank_cap(groups: ProcessGroups, case: PathCase, cap: int) -> dict[str, torch.Tensor]:
-    toy = Toy(groups, case, cap=cap)
+    # Adam would make whole updates of the differences of small gradients.
+    rule = SGD(momentum=0.0) if case.wire in WIRE_ROUNDING else None
+    toy = Toy(groups, case, cap=cap, rule=rule)
     for number in range(8):
         toy.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
     return {info.name: info.param.detach().clone() for info in toy.infos}
 
 
-@every_path
+WIRE_ROUNDING = {"bf16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}
+"""Largest distance of neighbouring values on a wire, relative to the largest value of a block."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    # Radius may select other entries of other roundings.
+    [c for c in PATHS if not (c.wire in WIRE_ROUNDING and "radius" in c.name)],
+    ids=case_id,
+)
 def test_7_another_bucketing_changes_rounding_only(ranks: Ranks, case: PathCase) -> None:
     small, large = (ranks.run(2, on_rank_cap, case, cap)[0] for cap in (64, 10**6))
+    atol = 1e-6
+    if case.wire is not None:
+        # Each of the eight updates has two rounded gradients of at most 5 over a norm of at least
+        # 20, times the learning rate.
+        atol += 8 * 2 * WIRE_ROUNDING.get(case.wire, 0.0) * 5 / 20 * 1e-2
     for name in SHAPES:
-        torch.testing.assert_close(small[name], large[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(small[name], large[name], rtol=1e-5, atol=atol)
 
 
 # ---- 8, 9: overlap and DP 1 are the same computation --------------------------------------------

@@ -57,7 +57,8 @@ def test_fewer_bits_send_fewer_bytes_and_train_alike(ranks: Ranks, tmp_path: Pat
     shares = {name: each / sent["none"] for name, each in sent.items()}
     # Beside values: scales of 1/64 of a byte a value, 1-D parameters in bf16, and padding.
     assert shares["bf16"] == pytest.approx(0.5, rel=0.01)
-    assert 0.25 < shares["int8"] < 0.27 and 0.125 < shares["int4"] < 0.15
+    # In so small a model 1-D parameters and gaps between slices are 3 % of the values.
+    assert 0.25 < shares["int8"] < 0.29 and 0.125 < shares["int4"] < 0.17
     for name in ("bf16", "int8", "int4"):
         assert losses[name][0] == losses["none"][0], "the first loss precedes every mean"
         assert losses[name] != losses["none"]
