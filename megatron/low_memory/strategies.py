@@ -85,7 +85,7 @@ class Strategy:
         return frozenset(crosses)
 
     def retains(self, graph: Graph) -> Callable[[str, CountedOperation], bool]:
-        """Return the test whether a tensor, recomputed for an operation's backward, stays stored."""
+        """Return the test whether a tensor, recomputed for an operation's backward, is kept on."""
         if self.name == "no-norm":
             return lambda name, op: False
         if self.name == "residual-star":
