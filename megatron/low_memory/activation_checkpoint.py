@@ -101,7 +101,8 @@ def recomputing_operand(function: Callable[..., Any], *args: Any) -> Any:
         return _Pass(results), _Pass(results, again=True)
 
     # torch stops recomputation at the last tensor that a graph stores, and its own products store
-    # their operands before they multiply. Autograd functions store behind: `product_result`.
+    # their operands before they multiply. Autograd functions store after they multiply, so they
+    # call `product_result`.
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
     )
@@ -156,7 +157,8 @@ def product_result(function: Callable[..., torch.Tensor], *args: Any) -> torch.T
 
     `keeping_products` stores the result and does not call the function again, whose collectives
     are also left out. `recomputing_operand` calls it once too, and recomputation gets a tensor of
-    undefined values.
+    undefined values, all of whose entries share one element of memory (strides of 0), so that the
+    caller must not write to it.
     """
     results = _now.results
     return function(*args) if results is None else results.of(function, *args)

@@ -131,7 +131,8 @@ def planned_wide_resnet(
     """Plan a rank of a wide residual network by counted shapes, as torch stores it on a CPU.
 
     torch's ReLU stores its output, which is the next convolution's input, and not one bit an
-    entry; its batch normalization stores the mean and the inverse deviation of the microbatch.
+    entry; its batch normalization stores the mean and the inverse deviation of each simulated
+    microbatch.
 
     Raises:
         ConfigError: The network is another one, or it is recomputed in runs of operators.
@@ -207,9 +208,10 @@ def _wide_resnet_layers(
             entry = 4 if op.kind == "loss" else width
             found[owners[op.name]] += graph.size(name) * batch * entry
     if config.recompute.recompute_granularity is None:
+        groups = batch // (config.model.simulated_micro_batch_size or batch)
         for layer in layers:
             if layer.kind == "norm":
-                found[_owner(layer.name)] += 2 * 4 * layer.outputs
+                found[_owner(layer.name)] += groups * 2 * 4 * layer.outputs
     found[HEAD] += 4  # the number of images that the loss divides by
     return {name: size for name, size in found.items() if size}
 

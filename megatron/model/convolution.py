@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from megatron.low_memory.activation_checkpoint import product_result
 from megatron.model.init import initial_values, uniform_values
 from megatron.tensor_parallel.products import multiply, must_widen
 
@@ -48,9 +49,7 @@ class _WidenedConvolution(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(images, weight)
         ctx.stride, ctx.padding = stride, padding
-        wide_bias = None if bias is None else bias.float()
-        out = F.conv2d(images.float(), weight.float(), wide_bias, stride, padding)
-        return out.to(images.dtype)
+        return product_result(_widened_convolution, images, weight, bias, stride, padding)
 
     @staticmethod
     @once_differentiable
@@ -71,6 +70,19 @@ class _WidenedConvolution(torch.autograd.Function):
         )
         rounded = [None if grad is None else grad.to(images.dtype) for grad in found]
         return (*rounded, None, None)
+
+
+def _widened_convolution(
+    images: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+) -> torch.Tensor:
+    """Return a convolution of 16-bit tensors, rounded after the bias."""
+    wide_bias = None if bias is None else bias.float()
+    out = F.conv2d(images.float(), weight.float(), wide_bias, stride, padding)
+    return out.to(images.dtype)
 
 
 class _Linear(nn.Linear):

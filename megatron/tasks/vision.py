@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.model.image_classifier import ImageClassifier
     from megatron.parallel.groups import ProcessGroups
 
-_FREE_TO_CHANGE = ("model.hidden_dropout",)
+_FREE_TO_CHANGE = ("model.hidden_dropout", "model.simulated_micro_batch_size")
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class _WidenedBatchedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(left, right)
-        return (left.float() @ right.float()).to(left.dtype)
+        return product_result(_widened_batched_product, left, right)
 
     @staticmethod
     @once_differentiable
@@ -175,6 +175,10 @@ class _WidenedBatchedProduct(torch.autograd.Function):
         if wants_right:
             grad_right = (left.float().transpose(-1, -2) @ grad).to(right.dtype)
         return grad_left, grad_right
+
+
+def _widened_batched_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return (left.float() @ right.float()).to(left.dtype)
 
 
 def _widened_product(

@@ -19,7 +19,7 @@ from megatron.low_memory.activation_checkpoint import (
     recomputed,
     watching_kept,
 )
-from megatron.low_memory.ledger import MemoryLedger
+from megatron.low_memory.ledger import ColumnName, MemoryLedger
 from megatron.low_memory.memory_recorder import count_flops
 from megatron.low_memory.operation_graph import wide_resnet_graph
 from megatron.low_memory.strategies import Strategy, activation_course
@@ -33,6 +33,7 @@ from tests.low_memory.test_ledger import GPT_CASES, PP, STILL, TP, check, gpt, t
 from tests.model.models import VARIANTS, gradients, random_tokens, small_model
 from tests.model.translations import random_pairs, small_translator
 
+WIDE_RESNET = partial(WideResNet, depth=10, width=1, classes=10, seed=1)
 STREAMS = DropoutStreams(1, device=torch.device("cpu"))
 STRATEGIES = {
     "ops": RecomputeConfig(recompute_granularity="ops"),
@@ -50,6 +51,13 @@ STRATEGIES = {
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 EACH = pytest.mark.parametrize("strategy", STRATEGIES)
 Found = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has no 16-bit multiply-add units."""
+    sixteen = (torch.bfloat16, torch.float16)
+    monkeypatch.setattr(products, "multiplies_natively", lambda dtype: dtype not in sixteen)
 
 
 def of_gpt(recompute: RecomputeConfig | None, dtype: torch.dtype, **changes: Any) -> Found:
@@ -125,7 +133,7 @@ def test_gradients_of_a_gpt_are_bitwise_equal(changes: dict[str, Any], dtype: to
         assert_same(of_gpt(recompute, dtype, **changes), wanted)
 
 
-@pytest.mark.parametrize("kind", ["_one_dnn_serves", "_must_widen"])
+@pytest.mark.parametrize("kind", ["_one_dnn_serves", "must_widen"])
 def test_products_with_their_own_backward_recompute_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -133,11 +141,23 @@ def test_products_with_their_own_backward_recompute_the_same_bits(
     if kind == "_one_dnn_serves" and not torch.backends.mkldnn.is_available():
         pytest.skip("torch has no oneDNN here")
     dtype = torch.float32 if kind == "_one_dnn_serves" else torch.bfloat16
-    for each in ("_one_dnn_serves", "_must_widen"):
+    for each in ("_one_dnn_serves", "must_widen"):
         monkeypatch.setattr(products, each, lambda *_, served=each == kind: served)
     wanted = of_gpt(None, dtype, hidden_dropout=0.3)
     for recompute in STRATEGIES.values():
         assert_same(of_gpt(recompute, dtype, hidden_dropout=0.3), wanted)
+
+
+@EACH
+def test_widened_convolutions_recompute_the_same_bits(widened: None, strategy: str) -> None:
+    wanted = of_network(WIDE_RESNET, None, torch.float16)
+    assert_same(of_network(WIDE_RESNET, STRATEGIES[strategy], torch.float16), wanted)
+
+
+@pytest.mark.parametrize("strategy", ["ops", "no-norm", "residual-1"])
+def test_widened_batched_products_recompute_the_same_bits(widened: None, strategy: str) -> None:
+    wanted = of_translator(None, torch.float16)
+    assert_same(of_translator(STRATEGIES[strategy], torch.float16), wanted)
 
 
 @DTYPES
@@ -228,6 +248,22 @@ def test_what_a_wide_resnet_stores_is_planned(flags: str) -> None:
     check(vision(flags))
 
 
+@pytest.mark.parametrize("flags", [OPS, NO_NORM])
+def test_what_widened_convolutions_store_is_planned(widened: None, flags: str) -> None:
+    kept, ledger = vision("--fp16"), vision(f"--fp16 {flags}")
+    check(ledger)
+    stored, flops = _shares(ledger, kept)
+    assert stored < 0.8 and flops == 1
+
+
+def test_the_statistics_of_each_simulated_microbatch_are_planned() -> None:
+    names: tuple[ColumnName, ...] = ("planned", "tracked")
+    whole = vision("", columns=names)
+    ledger = vision("--simulated-micro-batch-size 1", columns=names)
+    planned, tracked = (ledger.columns[name].stored - whole.columns[name].stored for name in names)
+    assert planned == tracked > 0
+
+
 def _shares(ledger: MemoryLedger, kept: MemoryLedger) -> tuple[float, float]:
     """Return stored bytes of the layers and all FLOPs, divided by those without recomputation."""
     stored = [
@@ -287,6 +323,22 @@ def test_a_dc_transformer_stores_less_for_no_product() -> None:
         assert ledger.columns["measured"].stored == ledger.columns["tracked"].stored
         stored, flops = _shares(ledger, kept)
         assert stored < most and flops == 1
+
+
+@pytest.mark.parametrize("strategy", ["ops", "no-norm"])
+def test_backward_repeats_no_kept_convolution(
+    widened: None, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    network = WIDE_RESNET(recompute=STRATEGIES[strategy], dtype=torch.float16)
+    kept: list[torch.Tensor] = []
+    with watching_kept(kept.append):
+        loss = network(torch.randn(2, 3, 32, 32).half()).float().square().mean()
+    assert {tensor.dtype for tensor in kept} <= {torch.float16}
+    called: list[object] = []
+    convolve = F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda *args: called.append(None) or convolve(*args))
+    loss.backward()
+    assert not called
 
 
 def test_kept_results_are_shown_once() -> None:

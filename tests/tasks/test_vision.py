@@ -60,6 +60,14 @@ def run(ranks: Ranks, world: int, flags: str, folder: Path) -> list[dict[str, An
     return ranks.run(world, train, flags, folder, VISION_TASK)
 
 
+def test_an_identity_has_no_setting_that_weights_do_not_depend_on() -> None:
+    flags = f"{WRN} --train-iters 4"
+    first = loaded(f"{flags} --simulated-micro-batch-size 2").identity()
+    assert first == loaded(flags).identity()
+    assert not {"model.simulated_micro_batch_size", "model.hidden_dropout"} & first.keys()
+    assert first["model.num_layers"] == 10
+
+
 # ---- against plain torch -------------------------------------------------------------------------
 
 
