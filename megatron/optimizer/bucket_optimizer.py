@@ -28,7 +28,7 @@ from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.gradient_path import LayoutChange
 from megatron.data_parallel.reducer import ReducedGrad, SparseIndex, Step
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, coded_chunk
-from megatron.optimizer.coded_update import GradChunk, fill_runs, sparse_chunk, update_chunk
+from megatron.optimizer.coded_update import GradChunk, SparseGrad, fill_runs, update_chunk
 from megatron.optimizer.distributed_optimizer import ShardUpdates, StateShard, bind, encode
 from megatron.optimizer.host import beside
 from megatron.optimizer.rounding import RandomBits
@@ -403,10 +403,11 @@ class BucketOptimizer:
         state, index = self.states[bucket.index], reduced.index
         mean = bucket.kept.of(reduced.values) if reduced.part is None else reduced.values
         length = mean.numel() if index is None else bucket.numel
+        sparse = None if index is None else SparseGrad(index, reduced, factor)
         for name, cut in self._coded_cuts(bucket, length):
             held = state.cut(cut.start, cut.stop)
-            if index is not None:
-                grad = sparse_chunk(index, reduced, cut, factor)
+            if sparse is not None:
+                grad = sparse.cut(cut)
             else:
                 grad = GradChunk(self._scaled(mean[cut], factor))
             states = [vector.read() for vector in held.vectors]

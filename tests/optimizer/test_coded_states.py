@@ -235,9 +235,15 @@ def test_chunks_that_are_read_and_written_make_the_update_of_whole_buckets(
             assert torch.equal(read[name], tensor), name
 
 
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS.keys())
 @pytest.mark.parametrize(
-    "case", [RADIUS, ROLLING, PathCase("samo+radius", RANDOM | SHORT)], ids=str
+    ("case", "formats"),
+    [
+        pytest.param(case, formats, id=f"{case}-{name}")
+        for case in (RADIUS, ROLLING, PathCase("samo+radius", RANDOM | SHORT))
+        for name, formats in FORMATS.items()
+        # The path refuses int8 moments with the rolling schedule.
+        if case is not ROLLING or "int8" not in (formats.exp_avg, formats.exp_avg_sq)
+    ],
 )
 def test_sparse_gradients_lead_near_the_fp32_weights(case: PathCase, formats: StateFormats) -> None:
     exact = run(Toy(ALONE, case), 10)
