@@ -275,7 +275,10 @@ class BucketOptimizer:
     def _room(self) -> torch.Tensor:
         """Return an fp32 tensor on the device, as long as the longest chunk."""
         longest = max(bucket.kept.numel for bucket in self.engine.buckets)
-        return torch.empty(min(self._chunk, longest), dtype=torch.float32, device=self._device)
+        is_coded = not all(state.is_fp32 for state in self._states)
+        # A chunk of coded states has at least one block, which may be longer.
+        most = max(self._chunk, self._coded_chunk) if is_coded else self._chunk
+        return torch.empty(min(most, longest), dtype=torch.float32, device=self._device)
 
     def _slices(self, bucket: GradBucket) -> Iterator[tuple[str, str, StateVector]]:
         """Yield name, kind and the entries that this rank keeps of every state of a bucket."""

@@ -16,6 +16,7 @@ from megatron.optimizer.update_rules import SGD
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from samo.layout import CompressedLayout
+from tests.contract import harness
 from tests.contract.grid import GridToy, on_grid, world_of
 from tests.contract.harness import DSR, PATHS, RANDOM, SHAPES, SHORT, PathCase, Toy, gradients, same
 from tests.ranks import Ranks
@@ -121,6 +122,20 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, formats: StateFor
 @pytest.mark.parametrize("case", [DENSE, PathCase("samo", RANDOM | DSR)], ids=["dense", "rewired"])
 def test_offloaded_states_change_no_bit(case: PathCase, formats: StateFormats) -> None:
     assert same(run(toy(formats, case)), run(toy(formats, replace(case, offloaded=True)))) == []
+
+
+@pytest.mark.parametrize("formats", [BF16, INT8], ids=["bf16", "int8"])
+def test_offloaded_chunks_shorter_than_a_block_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, formats: StateFormats
+) -> None:
+    """16-bit gradients are widened in scratch memory, which must be as long as a block."""
+    monkeypatch.setattr(harness, "OFFLOAD_BUCKET", 200)
+    made = toy(formats, replace(DENSE, offloaded=True), grad_dtype=torch.bfloat16)
+    assert (made.optimizer._chunk, made.optimizer._coded_chunk) == (64, 256)
+    assert made.optimizer._scratch.numel() == 256
+    scratch = made.optimizer._scratch.data_ptr()
+    assert same(run(toy(formats, grad_dtype=torch.bfloat16)), run(made)) == []
+    assert made.optimizer._scratch.data_ptr() == scratch
 
 
 def on_rank_of_dp(groups: ProcessGroups, formats: StateFormats, sharded: bool) -> Any:
