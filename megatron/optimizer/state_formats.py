@@ -1,7 +1,8 @@
 """Number formats of main parameters and moments, narrower than fp32 or not.
 
-States that are not fp32 are called coded. An update decodes (reads) them to fp32, changes the
-numbers and encodes (writes) them, rounded once. States of 1-D parameters are fp32 always. Blocks of `STATE_BLOCK` consecutive entries of a parameter share a scale:
+States that are not fp32 are called coded. An update reads them into fp32, changes the numbers and
+writes them, rounded once. States of 1-D parameters are fp32 always. Blocks of `STATE_BLOCK`
+consecutive entries of a parameter share a scale:
 
     format           main parameters                     moments
     fp32             fp32                                fp32
