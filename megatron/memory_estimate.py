@@ -353,7 +353,8 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
         chunk = min(chunk, offload_piece(config.offload.offload_bucket_size))
         host = states
         states = {"offload buckets": _offload_buffers(config, rank, chunk)}
-    scratch = {"scratch": 4 * min(chunk, max(shards))}
+    longest = max(chunk, coded_chunk(chunk, rank.device)) if _has_coded(config, rank) else chunk
+    scratch = {"scratch": 4 * min(longest, max(shards))}
     return StateBytes(kept | states | dict(own.kept) | scratch, own.passing, host)
 
 
@@ -374,10 +375,16 @@ def main_views(config: Config, rank: RankShapes) -> set[str]:
     return views
 
 
-def _offload_buffers(config: Config, rank: RankShapes, chunk: int) -> int:
-    """Return the bytes of the device's buffers for pieces of offloaded states."""
+def _has_coded(config: Config, rank: RankShapes) -> bool:
+    """Return whether states of some bucket are not fp32."""
     options = config.optimizer
     is_coded = {options.main_params_dtype, *options.moment_dtypes} != {"fp32"}
+    return is_coded and any(bucket.kind.matrix for bucket in rank.buckets)
+
+
+def _offload_buffers(config: Config, rank: RankShapes, chunk: int) -> int:
+    """Return the bytes of the device's buffers for pieces of offloaded states."""
+    is_coded = _has_coded(config, rank)
     longest: dict[bool, int] = {}
     for bucket in rank.buckets:
         coded = is_coded and bucket.kind.matrix

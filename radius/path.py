@@ -63,6 +63,13 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "raise adam_beta1, or give --radius-schedule paper",
     ),
     _pair(
+        "radius_schedule rolling with exp_avg_dtype or exp_avg_sq_dtype int8",
+        lambda c: _options(c).radius_schedule == "rolling" and "int8" in c.optimizer.moment_dtypes,
+        "moments of unselected entries are frozen, but int8 moments share a scale with selected "
+        "ones and are rounded again in every step",
+        "give bf16 instead, or --radius-schedule paper",
+    ),
+    _pair(
         "sgd_nesterov or sgd_weight_decay coupled",
         lambda c: (
             c.optimizer.optimizer == "sgd"

@@ -695,7 +695,8 @@ class OffloadConfig:
     )
     offload_bucket_size: int = option(
         default=4_000_000,
-        help="Entries of an offloaded bucket (ours); the device holds 14 bytes for each.",
+        help="Entries of an offloaded bucket (ours); the device holds 14 bytes for each with fp32 "
+        "states.",
         within=at_least(128),
     )
     offload_coarsening: int = option(

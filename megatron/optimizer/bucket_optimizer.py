@@ -28,7 +28,7 @@ from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.gradient_path import LayoutChange
 from megatron.data_parallel.reducer import ReducedGrad, SparseIndex, Step
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, coded_chunk
-from megatron.optimizer.coded_update import GradChunk, fill_runs, sparse_chunk, update_chunk
+from megatron.optimizer.coded_update import GradChunk, SparseGrad, fill_runs, update_chunk
 from megatron.optimizer.distributed_optimizer import ShardUpdates, StateShard, bind, encode
 from megatron.optimizer.host import beside
 from megatron.optimizer.rounding import RandomBits
@@ -275,7 +275,10 @@ class BucketOptimizer:
     def _room(self) -> torch.Tensor:
         """Return an fp32 tensor on the device, as long as the longest chunk."""
         longest = max(bucket.kept.numel for bucket in self.engine.buckets)
-        return torch.empty(min(self._chunk, longest), dtype=torch.float32, device=self._device)
+        is_coded = not all(state.is_fp32 for state in self._states)
+        # A chunk of coded states has at least one block, which may be longer.
+        most = max(self._chunk, self._coded_chunk) if is_coded else self._chunk
+        return torch.empty(min(most, longest), dtype=torch.float32, device=self._device)
 
     def _slices(self, bucket: GradBucket) -> Iterator[tuple[str, str, StateVector]]:
         """Yield name, kind and the entries that this rank keeps of every state of a bucket."""
@@ -403,10 +406,11 @@ class BucketOptimizer:
         state, index = self.states[bucket.index], reduced.index
         mean = bucket.kept.of(reduced.values) if reduced.part is None else reduced.values
         length = mean.numel() if index is None else bucket.numel
+        sparse = None if index is None else SparseGrad(index, reduced, factor)
         for name, cut in self._coded_cuts(bucket, length):
             held = state.cut(cut.start, cut.stop)
-            if index is not None:
-                grad = sparse_chunk(index, reduced, cut, factor)
+            if sparse is not None:
+                grad = sparse.cut(cut)
             else:
                 grad = GradChunk(self._scaled(mean[cut], factor))
             states = [vector.read() for vector in held.vectors]

@@ -27,16 +27,27 @@ class GradChunk:
     steps_accumulated: torch.Tensor | None = None
 
 
-def sparse_chunk(index: SparseIndex, reduced: ReducedGrad, cut: slice, factor: float) -> GradChunk:
-    """Return the gradient times `factor` of positions `cut` of a bucket that was sent in part."""
-    values = index.expand(reduced.values, cut.start, cut.stop, scale=factor)
-    if reduced.unselected == "zero":
-        return GradChunk(values)
-    if reduced.steps_accumulated is None:
-        ones = torch.ones_like(reduced.values, dtype=torch.float32)
-        return GradChunk(values, index.expand(ones, cut.start, cut.stop) > 0)
-    steps = index.expand(reduced.steps_accumulated, cut.start, cut.stop)
-    return GradChunk(values, steps > 0, steps.clamp_(min=1))
+class SparseGrad:
+    """The gradient times `factor` of a bucket that was sent in part, chunk by chunk."""
+
+    def __init__(self, index: SparseIndex, reduced: ReducedGrad, factor: float) -> None:
+        self._index, self._reduced, self._factor = index, reduced, factor
+        self._counts = reduced.steps_accumulated
+        if self._counts is None and reduced.unselected == "frozen":
+            self._counts = torch.ones_like(reduced.values, dtype=torch.float32)
+
+    def cut(self, cut: slice) -> GradChunk:
+        """Return the gradient of positions `cut` of the bucket."""
+        index, start, stop = self._index, cut.start, cut.stop
+        values = index.expand(self._reduced.values, start, stop, scale=self._factor)
+        if self._reduced.unselected == "zero":
+            return GradChunk(values)
+        assert self._counts is not None
+        counts = index.expand(self._counts, start, stop)
+        sent = counts > 0
+        if self._reduced.steps_accumulated is None:
+            return GradChunk(values, sent)
+        return GradChunk(values, sent, counts.clamp_(min=1))
 
 
 def update_chunk(

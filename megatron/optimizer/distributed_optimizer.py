@@ -73,9 +73,13 @@ class ShardUpdates:
 
 @dataclass(frozen=True)
 class StateShard:
-    """This rank's shard `state` of a parameter's state: `stored` entries in all, from `first` on.
+    """This rank's shard of one state (main weight or a moment) of a parameter.
 
-    `exchange` gathers the other shards; None if the state is not sharded.
+    Attributes:
+        state: Entries `[first, first + state.numel)` of the parameter's stored entries.
+        first: Position of the shard's first entry among the stored entries.
+        stored: Number of stored entries of the parameter, over all shards.
+        exchange: Gathers the other shards; None if the state is not sharded.
     """
 
     state: StateVector

@@ -1,7 +1,8 @@
 """Number formats of main parameters and moments, narrower than fp32 or not.
 
-An update reads states as fp32, changes them and writes them, rounded once. States of 1-D parameters
-are fp32 always. Blocks of `STATE_BLOCK` consecutive entries of a parameter share a scale:
+States that are not fp32 are called coded. An update reads them into fp32, changes the numbers and
+writes them, rounded once. States of 1-D parameters are fp32 always. Blocks of `STATE_BLOCK`
+consecutive entries of a parameter share a scale:
 
     format           main parameters                     moments
     fp32             fp32                                fp32
@@ -28,6 +29,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 _FP16_TOP = 15
 """Scaled moments are at most 2^15, half of the range of fp16."""
 _FP16_LEAST = 2.0**-24
+_LARGEST = 2.0**127
+"""The largest number that is encoded with a scale, so that the scale of its block is finite.
+
+A factor of 2 below the end of fp32's range leaves room for rounding up.
+"""
 _LOWEST_EXPONENT = -95
 """The lowest exponent of a block, for which the scale and its inverse are normal numbers."""
 
@@ -162,12 +168,13 @@ class MainFormat:
 
 @dataclass(frozen=True)
 class Bf16Moment:
-    """A moment in bf16, rounded stochastically; a positive number never becomes 0.
+    """A moment in bf16, rounded stochastically; a positive second moment never becomes 0.
 
     Rounded to nearest, a second moment would never decay: beta2 = 0.999 changes it by less than
     half a unit in the last place.
     """
 
+    is_square: bool = False
     dtype = torch.bfloat16
     has_scales = has_compensation = False
     is_random = True
@@ -176,17 +183,19 @@ class Bf16Moment:
         return held.values.float()
 
     def write(self, held: StateVector, values: torch.Tensor, noise: torch.Tensor | None) -> None:
-        held.values.copy_(round_to(keep_positive(values, TINY), self.dtype, noise))
+        values = keep_positive(values, TINY) if self.is_square else values
+        held.values.copy_(round_to(values, self.dtype, noise))
 
 
 @dataclass(frozen=True)
 class Fp16Moment:
     """A moment in fp16, multiplied by a power of two per block that keeps it within the range.
 
-    The power of two brings the block's largest number to at most 2^15. A positive number never
-    becomes 0.
+    The power of two brings the block's largest number to at most 2^15. A positive second
+    moment never becomes 0.
     """
 
+    is_square: bool = False
     dtype = torch.float16
     has_scales = is_random = True
     has_compensation = False
@@ -197,11 +206,13 @@ class Fp16Moment:
 
     def write(self, held: StateVector, values: torch.Tensor, noise: torch.Tensor | None) -> None:
         assert held.scales is not None
+        values = values.clamp(-_LARGEST, _LARGEST)
         _, exponents = torch.frexp(_largest(values.abs()))
         exponents = exponents.clamp_(min=_LOWEST_EXPONENT).sub_(_FP16_TOP)
         held.scales.copy_(torch.ldexp(torch.ones_like(held.scales), exponents))
         scaled = _times(values, torch.ldexp(torch.ones_like(held.scales), -exponents))
-        held.values.copy_(round_to(keep_positive(scaled, _FP16_LEAST), self.dtype, noise))
+        scaled = keep_positive(scaled, _FP16_LEAST) if self.is_square else scaled
+        held.values.copy_(round_to(scaled, self.dtype, noise))
 
 
 @dataclass(frozen=True)
@@ -237,7 +248,7 @@ class Uint8SquareMoment:
         return _times(held.values.float(), held.scales).square_()
 
     def write(self, held: StateVector, values: torch.Tensor, noise: torch.Tensor | None) -> None:
-        codes = _codes(held, values.sqrt(), 255, noise)
+        codes = _codes(held, values.clamp(max=_LARGEST).sqrt(), 255, noise)
         held.values.copy_(torch.maximum(codes, (values > 0).float()).clamp_(max=255))
 
 
@@ -246,6 +257,7 @@ def _codes(
 ) -> torch.Tensor:
     """Set the scales so that codes are at most `most`, and return the rounded codes in fp32."""
     assert held.scales is not None
+    values = values.clamp(-_LARGEST, _LARGEST)
     largest = _largest(values.abs())
     # Below TINY a scale and its inverse would not be normal numbers.
     scales = torch.where(largest > 0, (largest / most).clamp_(min=TINY), largest)
@@ -334,7 +346,13 @@ def _of_signed(dtype: str) -> StateFormat:
 
 
 def _of_square(dtype: str) -> StateFormat:
-    return Uint8SquareMoment() if dtype == "int8" else _of_signed(dtype)
+    formats = {
+        "fp32": FP32,
+        "bf16": Bf16Moment(is_square=True),
+        "fp16": Fp16Moment(is_square=True),
+        "int8": Uint8SquareMoment(),
+    }
+    return formats[dtype]
 
 
 def write_all(

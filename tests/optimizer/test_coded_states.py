@@ -16,6 +16,7 @@ from megatron.optimizer.update_rules import SGD
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from samo.layout import CompressedLayout
+from tests.contract import harness
 from tests.contract.grid import GridToy, on_grid, world_of
 from tests.contract.harness import DSR, PATHS, RANDOM, SHAPES, SHORT, PathCase, Toy, gradients, same
 from tests.ranks import Ranks
@@ -121,6 +122,20 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, formats: StateFor
 @pytest.mark.parametrize("case", [DENSE, PathCase("samo", RANDOM | DSR)], ids=["dense", "rewired"])
 def test_offloaded_states_change_no_bit(case: PathCase, formats: StateFormats) -> None:
     assert same(run(toy(formats, case)), run(toy(formats, replace(case, offloaded=True)))) == []
+
+
+@pytest.mark.parametrize("formats", [BF16, INT8], ids=["bf16", "int8"])
+def test_offloaded_chunks_shorter_than_a_block_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, formats: StateFormats
+) -> None:
+    """16-bit gradients are widened in scratch memory, which must be as long as a block."""
+    monkeypatch.setattr(harness, "OFFLOAD_BUCKET", 200)
+    made = toy(formats, replace(DENSE, offloaded=True), grad_dtype=torch.bfloat16)
+    assert (made.optimizer._chunk, made.optimizer._coded_chunk) == (64, 256)
+    assert made.optimizer._scratch.numel() == 256
+    scratch = made.optimizer._scratch.data_ptr()
+    assert same(run(toy(formats, grad_dtype=torch.bfloat16)), run(made)) == []
+    assert made.optimizer._scratch.data_ptr() == scratch
 
 
 def on_rank_of_dp(groups: ProcessGroups, formats: StateFormats, sharded: bool) -> Any:
@@ -235,9 +250,15 @@ def test_chunks_that_are_read_and_written_make_the_update_of_whole_buckets(
             assert torch.equal(read[name], tensor), name
 
 
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS.keys())
 @pytest.mark.parametrize(
-    "case", [RADIUS, ROLLING, PathCase("samo+radius", RANDOM | SHORT)], ids=str
+    ("case", "formats"),
+    [
+        pytest.param(case, formats, id=f"{case}-{name}")
+        for case in (RADIUS, ROLLING, PathCase("samo+radius", RANDOM | SHORT))
+        for name, formats in FORMATS.items()
+        # The path refuses int8 moments with the rolling schedule.
+        if case is not ROLLING or "int8" not in (formats.exp_avg, formats.exp_avg_sq)
+    ],
 )
 def test_sparse_gradients_lead_near_the_fp32_weights(case: PathCase, formats: StateFormats) -> None:
     exact = run(Toy(ALONE, case), 10)

@@ -21,7 +21,7 @@ from megatron.optimizer.state_formats import (
 )
 
 SIGNED = [Bf16Moment(), Fp16Moment(), Int8Moment()]
-SQUARES = [Bf16Moment(), Fp16Moment(), Uint8SquareMoment()]
+SQUARES = [Bf16Moment(is_square=True), Fp16Moment(is_square=True), Uint8SquareMoment()]
 ENTRIES = 3 * STATE_BLOCK + 64
 """Three blocks and a short one."""
 
@@ -88,6 +88,34 @@ def test_a_positive_second_moment_never_becomes_zero(format: StateFormat) -> Non
         found = state.read()
         assert torch.equal(found > 0, wanted > 0)
         assert found[0].item() == pytest.approx(1e4, rel=2.0**-7)
+
+
+@pytest.mark.parametrize(("format", "least"), [(Bf16Moment(), 1e-40), (Fp16Moment(), 1e-14)])
+def test_small_first_moments_are_rounded_alike_whatever_their_sign(
+    format: StateFormat, least: float
+) -> None:
+    """Numbers far below the smallest subnormal of the format, beside 1.0, become 0."""
+    wanted = torch.tensor([1.0, least, -least]).repeat_interleave(64)
+    state = vector(format, wanted.numel())
+    state.write(wanted)
+    assert torch.equal(state.read()[64:128], -state.read()[128:])
+    assert state.read()[64:].abs().max() <= 1e-39
+
+
+@pytest.mark.parametrize("format", [Fp16Moment(), Int8Moment(), *SQUARES[1:]])
+@pytest.mark.parametrize("random", [False, True])
+def test_an_infinite_entry_leaves_a_block_finite(format: StateFormat, random: bool) -> None:
+    wanted = torch.ones(2 * STATE_BLOCK)
+    wanted[3] = torch.inf
+    state = vector(format, wanted.numel())
+    state.write(wanted, noise(wanted.numel()) if random else None)
+    found = state.read()
+    assert state.scales is not None and state.scales.isfinite().all()
+    assert found.isfinite().all() and found[3] > 1e38
+    # The other block keeps its numbers, and the first one recovers.
+    assert found[STATE_BLOCK:].allclose(torch.ones(STATE_BLOCK), rtol=0.01)
+    state.write(torch.ones_like(found))
+    assert state.read().allclose(torch.ones_like(found), rtol=0.01)
 
 
 @pytest.mark.parametrize("format", [*SIGNED, Uint8SquareMoment()])

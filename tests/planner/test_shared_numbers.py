@@ -31,6 +31,20 @@ def test_moments_are_those_of_the_rule(flags: str) -> None:
     assert state_width(config) == torch.float32.itemsize * (1 + len(moments))
 
 
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ("--bf16 --main-params-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 6),
+        ("--bf16 --main-params-dtype bf16 --main-params-rounding kahan", 12),
+        ("--exp-avg-dtype int8 --exp-avg-sq-dtype int8", 6 + 8 / 256),
+        ("--fp16 --optimizer sgd --exp-avg-dtype fp16", 6 + 4 / 256),
+    ],
+)
+def test_bytes_of_an_entry_follow_the_state_formats(flags: str, width: float) -> None:
+    config = parse(f"{RUN} {flags}".split(), paths=GRADIENT_PATHS)
+    assert state_width(config) == width
+
+
 def test_widths_are_torchs() -> None:
     assert {name: getattr(torch, name).itemsize for name in BYTES} == BYTES
 

@@ -83,7 +83,9 @@ def test_state_and_bytes_sent_are_planned_to_the_byte(
         ]
         assert shapes == each["params"]
         assert [(tuple(b.slices.items()), b.numel) for b in rank.buckets] == each["buckets"]
-        kept = {kind: size for kind, size in state_bytes(grid, rank).kept.items() if size}
+        planned_state = state_bytes(grid, rank)
+        kept = {kind: size for kind, size in planned_state.kept.items() if size}
+        assert step_bytes(grid, stage, rank).host == sum(planned_state.host.values())
         real = {kind: size for kind, size in each["kept"].items() if size}
         if case == "rolling":
             # Chosen entries lie unevenly in the parts of a matrix; most of a round is held.

@@ -100,6 +100,11 @@ def test_a_density_outside_its_range_is_refused(density: str) -> None:
             "--radius-schedule rolling --adam-beta1 0",
             "or give --radius-schedule paper",
         ),
+        (
+            "--radius-schedule rolling --exp-avg-dtype int8",
+            "give bf16 instead, or --radius-schedule paper",
+        ),
+        ("--radius-schedule rolling --exp-avg-sq-dtype int8", "are rounded again in every step"),
         ("--fp16", "give --accumulate-allreduce-grads-in-fp32, or --radius-residual none"),
         ("--optimizer sgd --sgd-weight-decay coupled", "give --sgd-weight-decay decoupled"),
         ("--optimizer sgd --sgd-nesterov", "without --sgd-nesterov, or another --grad-path"),
@@ -125,6 +130,9 @@ def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> No
         "--grad-wire int4 --grad-wire-feedback false",
         "--radius-schedule rolling --optimizer sgd --adam-beta1 0",
         "--radius-start-iter 0 --radius-interval 1",
+        "--exp-avg-dtype int8 --exp-avg-sq-dtype int8",
+        "--radius-schedule rolling --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        "--radius-schedule rolling --optimizer sgd --exp-avg-sq-dtype fp32",
     ],
 )
 def test_what_can_be_is_accepted(flags: str) -> None:

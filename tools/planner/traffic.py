@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.config import GPTConfig
-from megatron.data_parallel.bucket_plan import BYTES, RankShapes, StepTraffic, ring_all_reduce_bytes
+from megatron.data_parallel.bucket import STATE_BLOCK
+from megatron.data_parallel.bucket_plan import (
+    BYTES,
+    RankShapes,
+    StepTraffic,
+    main_bytes,
+    moment_bytes,
+    ring_all_reduce_bytes,
+)
 from megatron.low_memory.checkpoint_interval import recompute_spans
 from megatron.memory_estimate import Activations, RankGrid, microbatches_of
 
@@ -53,18 +61,28 @@ class StepBytes:
 
 def step_bytes(grid: RankGrid, stage: int, rank: RankShapes) -> StepBytes:
     """Return the bytes that `rank`, a rank of the stage, sends in a step."""
-    held = sum(bucket.numel for bucket in rank.buckets)
+    config = grid.config
+    states = sum(
+        main_bytes(config, bucket.numel, matrix=bucket.kind.matrix)
+        + moment_bytes(config, bucket.numel, matrix=bucket.kind.matrix)
+        for bucket in rank.buckets
+    )
     return StepBytes(
-        dp=list(grid.path.plan_traffic(grid.config, rank)),
+        dp=list(grid.path.plan_traffic(config, rank)),
         tp=_on_tensor_group(grid, stage, rank),
         pp=_on_pipeline(grid, stage, rank),
-        host=state_width(grid.config) * held if grid.config.offload.optimizer_cpu_offload else 0,
+        host=states if config.offload.optimizer_cpu_offload else 0,
     )
 
 
-def state_width(config: GPTConfig) -> int:
-    """Return the bytes of an entry's master weight and moments."""
-    return 4 * (1 + config.optimizer.num_moments)
+def state_width(config: GPTConfig) -> float:
+    """Return the bytes of the main parameter and the moments of an entry of a matrix.
+
+    Scales of a block count in part for each of its entries.
+    """
+    block = main_bytes(config, STATE_BLOCK, matrix=True)
+    block += moment_bytes(config, STATE_BLOCK, matrix=True)
+    return block / STATE_BLOCK
 
 
 def tensor_traffic(grid: RankGrid, stage: int) -> TensorTraffic:

@@ -142,7 +142,8 @@ def norm_seconds(grid: RankGrid, site: Site, entries: float) -> float:
 def update_seconds(grid: RankGrid, site: Site, entries: float) -> float:
     """Return the seconds of updating `entries` entries, from the bytes that an update moves.
 
-    These are the gradient, states both ways, and a 16-bit parameter. On a GPU a 16-bit gradient is
+    These are the gradient, states both ways, and a 16-bit parameter. Entries count as those of
+    matrices, since vectors are few. On a GPU a 16-bit gradient is
     widened in memory. Offloaded states move over a GPU's link both ways at once, each way at the
     link's rate unless the host's memory, which all GPUs of the node share, is slower. Each of the
     two sets of buffers is filled once it is empty, so half of an update adds to a copy. A CPU does
