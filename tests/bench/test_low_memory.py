@@ -8,7 +8,7 @@ import pytest
 
 from megatron.low_memory.paper_accounting import TABLE_3
 from tools.bench.common.page_files import FIGURE, MARK, PAGE, read_results
-from tools.bench.low_memory import run
+from tools.bench.low_memory import run, update_cost
 
 FOLDER = Path(run.__file__).parent
 
@@ -53,3 +53,11 @@ def test_a_count_beside_the_printed_number_misses_its_target(
     monkeypatch.setattr(run, "REDUCTION", 5.7)
     monkeypatch.setattr(run, "MORE_FLOPS", 40)
     assert [target.met for target in run.targets()] == [True, True, False, False]
+
+
+def test_the_cost_of_an_update_is_relative_to_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    assert update_cost.main(["--entries", "512"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    assert [row[0] for row in rows] == list(update_cost.FORMATS)
+    assert rows[0][2] == "1" and all(float(row[1]) > 0 for row in rows)
