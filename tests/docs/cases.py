@@ -123,6 +123,8 @@ CASES: dict[str, PageCase] = {
     "python pretrain_gpt.py --config configs/gpt_tiny.yaml": PageCase(typed=f"{{}} {BRIEF}"),
     "touch RUN/SAVE": PageCase(instead={"RUN": "$READER/clone/runs/gpt_tiny"}),
     "pretrain_gpt.py --help": PageCase(typed="python {}"),
+    # ---- memory ---------------------------------------------------------------------------------
+    "python -m tools.bench.low_memory.strategies": PageCase(typed="{} --model gpt"),
     # ---- a task of the reader ------------------------------------------------------------------
     "python pretrain_circle.py": PageCase(instead={"--train-iters 200": "--train-iters 4"}),
     "ENTRY=pretrain_circle.py": PageCase(instead={"--train-iters 200": "--train-iters 4"}),
