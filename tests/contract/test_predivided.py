@@ -90,7 +90,8 @@ def on_rank_fp16(groups: ProcessGroups) -> list[Any]:
                 seen.append((values.clone(), op))  # noqa: B023
 
             group: Any = SimpleNamespace(size=groups.dp.size, rank=0, all_reduce=all_reduce)
-            bucket: Any = SimpleNamespace(grad=grad, numel=3, shard=None, storage=None)
+            facts = dict(index=0, numel=3, matrix=True, shard=None, storage=None)
+            bucket: Any = SimpleNamespace(grad=grad, **facts)
             before = grad.clone()
             kind(Exchange(group), divides).reduce(bucket, StepContext(t=1))
             ((sent_values, operation),) = seen

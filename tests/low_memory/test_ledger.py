@@ -91,13 +91,15 @@ def vision(flags: str, *, columns: Collection[ColumnName] = COLUMNS) -> MemoryLe
     return memory_ledger(VISION_TASK.open(config), config, GRADIENT_PATHS, columns=columns)
 
 
-def translation(flags: str, *, columns: Collection[ColumnName] = COLUMNS) -> MemoryLedger:
+def translation(
+    flags: str, *, columns: Collection[ColumnName] = COLUMNS, flops: bool = False
+) -> MemoryLedger:
     base = "--data-path none --encoder-layers 3 --decoder-layers 2 --embed-dim 32 --max-tokens 100"
     base += " --micro-batch-size 1 --train-iters 5 --lr 1e-3"
     config = parse(f"{base} {flags}".split(), paths=GRADIENT_PATHS, task=TRANSLATION_TASK.config)
     config = resolve(config, 1)
     return memory_ledger(
-        DryTranslation(config, 90, 70), config, GRADIENT_PATHS, columns=columns, flops=False
+        DryTranslation(config, 90, 70), config, GRADIENT_PATHS, columns=columns, flops=flops
     )
 
 

@@ -280,7 +280,9 @@ def _shares(ledger: MemoryLedger, kept: MemoryLedger) -> tuple[float, float]:
 @pytest.mark.parametrize("flags", [STILL, f"{STILL} --bf16", f"{STILL} {TP} --sequence-parallel"])
 def test_stored_products_of_a_gpt_cost_no_product(flags: str) -> None:
     world = 2 if TP in flags else 1
-    kept, ops, norms = (gpt(f"{flags} {more}", world=world) for more in ("", OPS, NO_NORM))
+    kept, ops, norms = (
+        gpt(f"{flags} {more}", world=world, flops=True) for more in ("", OPS, NO_NORM)
+    )
     stored, flops = _shares(ops, kept)
     assert stored <= 0.72 and flops <= 1.01
     stored, flops = _shares(norms, kept)
@@ -316,9 +318,9 @@ def test_strategies_trade_memory_for_flops_in_the_expected_order() -> None:
 
 
 def test_a_dc_transformer_stores_less_for_no_product() -> None:
-    kept = translation("")
+    kept = translation("", flops=True)
     for flags, most in ((OPS, 0.6), (NO_NORM, 0.95)):
-        ledger = translation(flags)
+        ledger = translation(flags, flops=True)
         assert "planned" in ledger.missing and "has no planned activations" in str(ledger.missing)
         assert ledger.columns["measured"].stored == ledger.columns["tracked"].stored
         stored, flops = _shares(ledger, kept)
