@@ -261,7 +261,8 @@ class BitmapStore:
         """Return the positions of stored entries `[start, stop)`: int64, on the device."""
         # The blocks that hold these entries; their first entry may be an earlier one.
         offsets = self._bits.offsets
-        bounds = offsets.new_tensor([start, max(stop - 1, start)])
+        ends = torch.tensor([start, max(stop - 1, start)], dtype=offsets.dtype)
+        bounds = to_device(ends, offsets.device)
         first, last = (torch.searchsorted(offsets, bounds, right=True) - 1).tolist()
         skipped = start - int(offsets[first])
         found = positions(self._bits, first, last + 1) + first * BLOCK

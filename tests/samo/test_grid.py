@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import OffloadConfig, OptimizerConfig
+from megatron.config import GradientConfig, OffloadConfig, OptimizerConfig
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.gradient_path import CheckpointView, LayoutChange, PathParts
 from megatron.data_parallel.layout import DenseLayout, Masks
@@ -67,6 +67,7 @@ def build(
     """Return the parts that the path builds for a grid, and the parameters."""
     config: Any = SimpleNamespace(
         extensions={"samo": SamoConfig(**options), **extensions},
+        gradient=GradientConfig(grad_path="samo"),
         training=SimpleNamespace(seed=7, skip_train=False),
         offload=OffloadConfig(),
         precision=SimpleNamespace(
