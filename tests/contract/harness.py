@@ -95,13 +95,6 @@ PATHS = [
     PathCase("samo", RANDOM, wire="int8", lossless=False, linear=False),
     # Pruned by its tenth update.
     PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 2}),
-    PathCase(
-        "samo",
-        EARLY_BIRD | {"samo_early_bird_interval": 1},
-        wire="int8",
-        lossless=False,
-        linear=False,
-    ),
     PathCase("samo", RANDOM | DSR),
     PathCase("samo", RANDOM | DSR, sharded=True),
     PathCase("samo", RANDOM | DSR, offloaded=True),

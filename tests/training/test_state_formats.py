@@ -34,7 +34,7 @@ SETTINGS = {
     "samo": (INT8, SAMO),
     "rewired": (INT8, f"{SAMO} {DSR}"),
     "radius": (BF16, f"--grad-path radius {RADIUS}"),
-    "rolling": (INT8, f"--grad-path radius {RADIUS} --radius-schedule rolling"),
+    "rolling": (BF16, f"--grad-path radius {RADIUS} --radius-schedule rolling"),
     "both": (BF16, f"{SAMO} --grad-path samo+radius {RADIUS}"),
     "offloaded": (INT8, "--optimizer-cpu-offload --offload-bucket-size 2048"),
 }  # fmt: skip
