@@ -121,10 +121,10 @@ class GradBucket:
 
     `grad` is the 1-D accumulation buffer; entries between slices are always 0. A reducer may
     replace `grad` when it commits a step. `tp_sharded`: the parameters are sharded over the
-    tensor-parallel group; `partial`: their gradients must be summed over that group; `matrix`: they
-    have several axes. If optimizer
-    states are sharded, `shard` is this rank's shard, and `storage` begins with `grad` and is as
-    long as all shards. Slices and shards begin at multiples of `alignment`.
+    tensor-parallel group; `partial`: their gradients must be summed over that group; `matrix`: the
+    parameters have several axes. If optimizer states are sharded, `shard` is this rank's shard, and
+    `storage` begins with `grad` and is as long as all shards. Slices and shards begin at multiples
+    of `alignment`.
     """
 
     index: int

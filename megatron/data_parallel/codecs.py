@@ -1,7 +1,7 @@
 """Codecs: how one value of a gradient is written in fewer bits than fp32.
 
-Bytes are uint8 tensors, so that any backend carries them. A codec is a pure function of its input:
-equal bytes decode to equal values on every processor.
+Bytes are uint8 tensors, so that any backend carries them. Equal bytes decode to equal values on
+every processor, so ranks that receive the same bytes have the same mean.
 """
 
 from __future__ import annotations

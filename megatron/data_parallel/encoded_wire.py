@@ -56,8 +56,7 @@ class EncodedWire(Wire):
     is_exact = False
 
     def __init__(self, name: str, returns: Group) -> None:
-        self._name = name
-        self._returns = Exchange(returns)
+        self._name, self._returns = name, returns
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wire")
 
     def mean(
@@ -75,7 +74,7 @@ class EncodedWire(Wire):
             return [_Done(done)], mean.bytes_sent
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            mean.gather(mean.scatter(), Exchange(group))
+            mean.gather(mean.scatter(), group)
             end = torch.cuda.Event()
             end.record()
         return [_Reached(end, mean)], mean.bytes_sent
@@ -96,6 +95,7 @@ class _EncodedMean:
         self._length = chunk_length(form, values.numel(), group.size)
         self._row_bytes = encoded_bytes(form, self._length)
         self._mine = self._new_rows()
+        self._scratch = values.new_empty(self._length, dtype=torch.float32)
 
     @property
     def bytes_sent(self) -> int:
@@ -108,39 +108,38 @@ class _EncodedMean:
             if rank == self._group.rank:
                 self._mine[rank].zero_()
                 continue
-            chunk, padded = self._chunk(rank), self._padded(rank)
-            self._codec.encode(padded, self._mine[rank])
-            if self._lost is not None and chunk.numel():
-                self._codec.decode(self._mine[rank], padded)
-                lost = self._of(self._lost, rank)
-                torch.sub(chunk, padded[: chunk.numel()], out=lost)
+            self._codec.encode(self._values_of(rank), self._mine[rank])
+            if self._lost is not None:
+                chunk = self._chunk(rank)
+                sent = self._decoded(self._mine[rank])[: chunk.numel()]
+                torch.sub(chunk, sent, out=self._of(self._lost, rank))
         self._received = self._new_rows()
         return self._group.all_to_all(self._received, self._mine, async_op=True)
 
-    def gather(self, arrives: Waitable | None, exchange: Exchange) -> None:
-        """Average this rank's chunk, and exchange the means of all chunks; waits for both."""
+    def gather(self, arrives: Waitable | None, returns: Group) -> None:
+        """Average this rank's chunk, and gather the means of all chunks over `returns`.
+
+        Waits for both collectives.
+        """
         if arrives is not None:
             arrives.wait()
         group, codec = self._group, self._codec
-        own = self._padded(group.rank)
-        total, term = torch.zeros_like(own), torch.empty_like(own)
+        mean = torch.zeros(self._length, dtype=torch.float32, device=self._values.device)
         for rank in range(group.size):
-            if rank == group.rank:
-                total.add_(own)
-            else:
-                codec.decode(self._received[rank], term)
-                total.add_(term)
-        mean = total.div_(group.size)
+            is_own = rank == group.rank
+            mean += self._values_of(rank) if is_own else self._decoded(self._received[rank])
+        mean.div_(group.size)
         codec.encode(mean, self._received[group.rank])
         if self._lost is not None:
-            codec.decode(self._received[group.rank], term)
             lost = self._of(self._lost, group.rank)
-            lost.copy_(mean.sub_(term).mul_(group.size)[: lost.numel()])
-        exchange.gather_in_place(self._received.view(-1)).wait()
+            mean.sub_(self._decoded(self._received[group.rank])).mul_(group.size)
+            lost.copy_(mean[: lost.numel()])
+        for work in returns.all_gather_in_place(self._received):
+            if work is not None:
+                work.wait()
         for rank in range(group.size):
-            codec.decode(self._received[rank], term)
             chunk = self._chunk(rank)
-            chunk.copy_(term[: chunk.numel()])
+            chunk.copy_(self._decoded(self._received[rank])[: chunk.numel()])
 
     def _chunk(self, rank: int) -> torch.Tensor:
         return self._of(self._values, rank)
@@ -148,12 +147,19 @@ class _EncodedMean:
     def _of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         return flat[rank * self._length : (rank + 1) * self._length]
 
-    def _padded(self, rank: int) -> torch.Tensor:
-        """Return a copy of a chunk in fp32, with zeros up to the common length."""
+    def _values_of(self, rank: int) -> torch.Tensor:
+        """Return a chunk in fp32, with zeros up to the common length; not to be written to."""
         chunk = self._chunk(rank)
+        if chunk.dtype == torch.float32 and chunk.numel() == self._length:
+            return chunk
         padded = torch.zeros(self._length, dtype=torch.float32, device=chunk.device)
         padded[: chunk.numel()] = chunk
         return padded
+
+    def _decoded(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the values of an encoded chunk; the next call overwrites them."""
+        self._codec.decode(row, self._scratch)
+        return self._scratch
 
     def _new_rows(self) -> torch.Tensor:
         rows = (self._group.size, self._row_bytes)

@@ -12,11 +12,11 @@ from megatron.data_parallel.reducer import PerEntryState
 
 
 class WireFeedback:
-    """What the wire lost of a bucket's values on this rank: fp32, in unscaled units.
+    """The rounding errors of a wire for one bucket on this rank: fp32, in unscaled units.
 
-    The mean over ranks of what they keep is the gradient that is still due, so a run on another
-    number of ranks continues from the mean. A step needs a second buffer, since a dropped step must
-    leave the first one unchanged.
+    The mean over ranks of what they keep is the part of the gradient that is still due, so a run on
+    another number of ranks continues from the mean. A step needs a second buffer, since a dropped
+    step must leave the first one unchanged.
 
     Args:
         bucket: The bucket.

@@ -393,39 +393,40 @@ def check_tracked(config: Config) -> None:
     """Check that a step needs neither values, which fake tensors do not have, nor other threads.
 
     Raises:
-        ConfigError: The gradient path or the optimizer needs them.
+        ConfigError: The gradient path, its wire or the optimizer needs them.
     """
-    if config.gradient.grad_path not in DRY_PATHS:
-        raise ConfigError(
-            f"grad_path: {config.gradient.grad_path} chooses entries by value, which fake tensors "
-            f"do not have; only {', '.join(DRY_PATHS)} is tracked"
-        )
-    if config.gradient.grad_wire is not None:
-        raise ConfigError("grad_wire: means are encoded in a thread of their own and not tracked")
-    if config.offload.optimizer_cpu_offload:
-        raise ConfigError(
-            "optimizer_cpu_offload: updates run in threads of their own and are not tracked"
-        )
+    _refuse(
+        config,
+        path="chooses entries by value, which fake tensors do not have; only {} is tracked",
+        wire="means are encoded in a thread of their own and not tracked",
+        offload="updates run in threads of their own and are not tracked",
+    )
 
 
 def check_measured(config: Config) -> None:
     """Check that `DryRank.states` has all states of the rank, and none in another memory.
 
     Raises:
-        ConfigError: The gradient path or the optimizer keeps other states.
+        ConfigError: The gradient path, its wire or the optimizer keeps other states.
     """
-    if config.gradient.grad_path not in DRY_PATHS:
-        raise ConfigError(
-            f"grad_path: {config.gradient.grad_path} keeps masks or residuals, which are not "
-            f"measured; only {', '.join(DRY_PATHS)} is"
-        )
+    _refuse(
+        config,
+        path="keeps masks or residuals, which are not measured; only {} is",
+        wire="means are not encoded by the ranks of a profile",
+        offload="fp32 copies and moments are in the host's memory, which is not measured apart "
+        "from the model's",
+    )
+
+
+def _refuse(config: Config, *, path: str, wire: str, offload: str) -> None:
+    """Raise `ConfigError` with the reason for the first setting that a profile cannot follow."""
+    name = config.gradient.grad_path
+    if name not in DRY_PATHS:
+        raise ConfigError(f"grad_path: {name} {path.format(', '.join(DRY_PATHS))}")
     if config.gradient.grad_wire is not None:
-        raise ConfigError("grad_wire: means are not encoded by the ranks of a profile")
+        raise ConfigError(f"grad_wire: {wire}")
     if config.offload.optimizer_cpu_offload:
-        raise ConfigError(
-            "optimizer_cpu_offload: fp32 copies and moments are in the host's memory, which is not "
-            "measured apart from the model's"
-        )
+        raise ConfigError(f"optimizer_cpu_offload: {offload}")
 
 
 def dry_batch(config: Config, index: int, device: torch.device) -> Batch:

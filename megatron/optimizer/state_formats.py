@@ -187,8 +187,19 @@ class Bf16Moment:
         held.values.copy_(round_to(values, self.dtype, noise))
 
 
+class _ScaledMoment:
+    """A moment with a scale per block: the number stored, times the scale of its block."""
+
+    has_scales = is_random = True
+    has_compensation = False
+
+    def read(self, held: StateVector) -> torch.Tensor:
+        assert held.scales is not None
+        return _times(held.values.float(), held.scales)
+
+
 @dataclass(frozen=True)
-class Fp16Moment:
+class Fp16Moment(_ScaledMoment):
     """A moment in fp16, multiplied by a power of two per block that keeps it within the range.
 
     The power of two brings the block's largest number to at most 2^15. A positive second
@@ -197,12 +208,6 @@ class Fp16Moment:
 
     is_square: bool = False
     dtype = torch.float16
-    has_scales = is_random = True
-    has_compensation = False
-
-    def read(self, held: StateVector) -> torch.Tensor:
-        assert held.scales is not None
-        return _times(held.values.float(), held.scales)
 
     def write(self, held: StateVector, values: torch.Tensor, noise: torch.Tensor | None) -> None:
         assert held.scales is not None
@@ -216,16 +221,10 @@ class Fp16Moment:
 
 
 @dataclass(frozen=True)
-class Int8Moment:
+class Int8Moment(_ScaledMoment):
     """A first moment in int8: -127 to 127 times 1/127 of the block's largest magnitude."""
 
     dtype = torch.int8
-    has_scales = is_random = True
-    has_compensation = False
-
-    def read(self, held: StateVector) -> torch.Tensor:
-        assert held.scales is not None
-        return _times(held.values.float(), held.scales)
 
     def write(self, held: StateVector, values: torch.Tensor, noise: torch.Tensor | None) -> None:
         codes = _codes(held, values, 127, noise)
@@ -233,19 +232,16 @@ class Int8Moment:
 
 
 @dataclass(frozen=True)
-class Uint8SquareMoment:
+class Uint8SquareMoment(_ScaledMoment):
     """A second moment v in 8 bits: sqrt(v) is 0 to 255 times 1/255 of the block's largest root.
 
     A positive number has at least code 1.
     """
 
     dtype = torch.uint8
-    has_scales = is_random = True
-    has_compensation = False
 
     def read(self, held: StateVector) -> torch.Tensor:
-        assert held.scales is not None
-        return _times(held.values.float(), held.scales).square_()
+        return super().read(held).square_()
 
     def write(self, held: StateVector, values: torch.Tensor, noise: torch.Tensor | None) -> None:
         codes = _codes(held, values.clamp(max=_LARGEST).sqrt(), 255, noise)

@@ -122,6 +122,20 @@ class Group:
         self.traffic.add((self.size - 1) * mine.nbytes)
         return _all_gather(out, mine, group=self.handle, async_op=async_op)
 
+    def all_gather_in_place(self, parts: torch.Tensor) -> list[dist.Work | None]:
+        """Start to gather equal parts of a contiguous tensor; each rank has set its own part.
+
+        Args:
+            parts: The parts in group order, along the first axis.
+        """
+        by_rank = parts.chunk(self.size)
+        if parts.is_cuda:
+            return [self.all_gather(parts, by_rank[self.rank], async_op=True)]
+        # gloo's all-gather copies inputs and outputs and takes four times as long as broadcasts
+        # (64 MB, 2 and 4 ranks: 227 against 56 ms, 343 against 78 ms). The mean number of bytes
+        # sent per rank is equal.
+        return [self.broadcast(part, rank, async_op=True) for rank, part in enumerate(by_rank)]
+
     def broadcast(
         self, tensor: torch.Tensor, source: int, *, async_op: bool = False, about: str = ""
     ) -> dist.Work | None:

@@ -40,7 +40,7 @@ STYLE = Path(__file__).with_name("chart.mplstyle")
 
 
 class Picture(Protocol):
-    """What can be drawn into a figure."""
+    """A picture that can be drawn into a figure."""
 
     @property
     def title(self) -> str:

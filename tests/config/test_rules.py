@@ -148,8 +148,8 @@ def test_legal_neighbours_of_the_rules() -> None:
     read("--group-query-attention", "--num-query-groups", "2")
     read("--num-query-groups", "3")
     read("--position-embedding-type", "rope", "--rotary-percent", "0.25", "--reset-position-ids")
-    read("--lr-warmup-iters", "9")
-    read("--min-lr", "0.001")
+    assert read("--lr-warmup-iters", "9").optimizer.lr_warmup_iters == 9
+    assert read("--min-lr", "0.001").optimizer.min_lr == 0.001
     read(*RAMP, "--rampup-batch-size", "8", "3", "50")
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megatron.config import parse
+from megatron.data_parallel.wire_format import format_of, mean_bytes
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
 from tests.ranks import Ranks, grid
-from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
+from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
 BASE = f"{TINY} {NO_DROPOUT} --check-weight-hash-across-dp-replicas-interval 2 --log-interval 1"
 WIRES = [
@@ -45,6 +46,16 @@ def test_a_run_that_stops_in_between_continues_bit_by_bit(
     assert metrics_of(tmp_path / "whole", "lm_loss") == metrics_of(tmp_path / "halves", "lm_loss")
 
 
+def on_rank_bytes(groups: ProcessGroups, flags: str, wire: str, run_dir: Path) -> int:
+    """Return the bytes that this rank sends for the means of all buckets."""
+    buckets = make_trainer(groups, flags, run_dir).engine.buckets
+    ranks = groups.dp.size
+    encoded = [
+        mean_bytes(format_of(wire, matrix=each.matrix), each.numel, ranks) for each in buckets
+    ]
+    return sum(2 * (ranks - 1) * nbytes // ranks for nbytes in encoded)
+
+
 def test_fewer_bits_send_fewer_bytes_and_train_alike(ranks: Ranks, tmp_path: Path) -> None:
     sent: dict[str, float] = {}
     losses: dict[str, list[float]] = {}
@@ -59,6 +70,10 @@ def test_fewer_bits_send_fewer_bytes_and_train_alike(ranks: Ranks, tmp_path: Pat
     assert shares["bf16"] == pytest.approx(0.5, rel=0.01)
     # In so small a model 1-D parameters and gaps between slices are 3 % of the values.
     assert 0.25 < shares["int8"] < 0.29 and 0.125 < shares["int4"] < 0.17
+    for name in ("fp32", "bf16", "int8", "int4"):
+        flags = f"{BASE} --grad-wire {name}"
+        planned = ranks.run(2, on_rank_bytes, flags, name, tmp_path / f"{name} built")
+        assert planned == [sent[name]] * 2
     for name in ("bf16", "int8", "int4"):
         assert losses[name][0] == losses["none"][0], "the first loss precedes every mean"
         assert losses[name] != losses["none"]
