@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -252,4 +253,10 @@ def _plain(number: float) -> float | None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except Exception:
+        # A normal exit would wait for the wire's thread, which may wait for another rank.
+        traceback.print_exc()
+        code = 1
+    leave(code)
