@@ -11,7 +11,9 @@ from megatron.data_parallel.dense_path import DensePath, ProductPath
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.pretrain import leave, pretrain
 from megatron.tasks.gpt import GPTTask
+from radius.baselines.lowrank_sparse_path import LowRankSparsePath
 from radius.baselines.powersgd_path import PowerSGDPath
+from radius.baselines.roundrobin import RoundRobinPath
 from radius.baselines.topk import TopKPath
 from radius.path import RadiusPath
 from samo.path import SamoPath
@@ -35,6 +37,8 @@ GRADIENT_PATHS: dict[str, GradientPath] = {
         ProductPath(_SAMO, _RADIUS),
         TopKPath(),
         PowerSGDPath(),
+        LowRankSparsePath(),
+        RoundRobinPath(),
     )
 }
 """Gradient paths by the value of `--grad-path`. A new path is one file and one entry here."""

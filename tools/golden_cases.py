@@ -53,6 +53,8 @@ PATHS = {
     "samo+radius": f"--grad-path samo+radius {_SAMO} --radius-interval 4 --radius-start-iter 2",
     "topk": "--grad-path topk --topk-density 0.1 --topk-start-iter 2",
     "powersgd": "--grad-path powersgd --powersgd-rank 2 --powersgd-start-iter 2",
+    "lowrank+sparse": "--grad-path lowrank+sparse --lowrank-rank 2 --lowrank-start-iter 2",
+    "roundrobin": "--grad-path roundrobin --roundrobin-interval 4 --roundrobin-start-iter 2",
 }
 GRIDS = {
     "1": (1, ""),

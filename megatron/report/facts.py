@@ -26,7 +26,9 @@ _CONFIG_KEYS = (
     "weight_decay", "fp16", "bf16", "grad_path", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "seed", "data_path", "tokenizer_type",
 )  # fmt: skip
-_PATH_PREFIXES = ("radius_", "samo_", "dsr_", "topk_", "powersgd_")
+_PATH_PREFIXES = (
+    "radius_", "samo_", "dsr_", "topk_", "powersgd_", "lowrank_", "roundrobin_"
+)  # fmt: skip
 
 
 def tiles(run: RunData) -> list[tuple[str, str, str]]:

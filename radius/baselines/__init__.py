@@ -1,1 +1,3 @@
-"""The baselines of Radius: naive top-k (section 6.5 of the paper) and PowerSGD."""
+"""The baselines of Radius: naive top-k (section 6.5 of the paper), PowerSGD, low-rank plus sparse,
+and round-robin.
+"""

@@ -70,6 +70,8 @@ class FeedbackReducer(GradientReducer, ABC):
 
     name: str
     """The path's value of `--grad-path`."""
+    prefix: str = ""
+    """Prefix of the names of the path's settings, where it is not `name`."""
 
     def __init__(
         self,
@@ -167,8 +169,8 @@ class FeedbackReducer(GradientReducer, ABC):
         if self.start_iter <= last or not any(self._names.values()):
             return ""
         return (
-            f"{self.name}_start_iter {self.start_iter} is past the last update of this run, "
-            f"{last}; start at {first}, or train for longer"
+            f"{self.prefix or self.name}_start_iter {self.start_iter} is past the last update of "
+            f"this run, {last}; start at {first}, or train for longer"
         )
 
     def stats(self, *, full: bool = False) -> ReducerStats:
@@ -217,13 +219,17 @@ def options_of(config: Config, kind: type[T]) -> T:
     return found
 
 
-def check_start(config: Config, name: str, start: int) -> None:
-    """Raise `ConfigError` if the first compressed step is past the end of the run."""
+def last_step(config: Config) -> int | None:
+    """Return the number of steps of the run, None if it is not known yet or nothing is trained."""
     training = config.training
     counted = training.train_iters is not None or training.global_batch_size is not None
-    if training.skip_train or not counted:
-        return
-    if start > (last := config.total_iterations()):
+    return None if training.skip_train or not counted else config.total_iterations()
+
+
+def check_start(config: Config, name: str, start: int) -> None:
+    """Raise `ConfigError` if the first compressed step is past the end of the run."""
+    last = last_step(config)
+    if last is not None and start > last:
         raise ConfigError(
             f"{name}: {start} is past the last step, {last}, and nothing would be compressed; "
             f"start at {last} or before, or give --grad-path dense"

@@ -27,10 +27,10 @@ from megatron.data_parallel.reducer import PerEntryState, ReducedGrad, StepConte
 from megatron.parallel.tensor_shard import ModelShard
 from megatron.transfer import to_device
 from radius.baselines.feedback import CompressedWork, FeedbackReducer
-from radius.baselines.message_bytes import is_smaller
+from radius.baselines.message_bytes import FactorRank, is_smaller
 
 if TYPE_CHECKING:
-    from megatron.data_parallel.exchange import Exchange
+    from megatron.data_parallel.exchange import Exchange, Transfer
 
 AT_ONCE = {"cpu": PIECE, "cuda": 2 * 1024 * 1024}
 """Entries of a matrix that are decompressed at a time, by device type."""
@@ -78,8 +78,10 @@ class _Plan:
     second_round: int = 0
 
 
-class _PowerSGDWork(CompressedWork):
+class PowerSGDWork(CompressedWork):
     """The two rounds of one bucket: [P | whole], then [Q]."""
+
+    _pending: Transfer
 
     def __init__(
         self, bucket: GradBucket, plan: _Plan, step: StepContext, reducer: PowerSGDReducer
@@ -110,13 +112,17 @@ class _PowerSGDWork(CompressedWork):
 
     def wait(self) -> ReducedGrad:
         self._reducer.start_second_rounds()
+        self._read_mean()
+        return ReducedGrad(values=self._bucket.grad)
+
+    def _read_mean(self) -> None:
+        """Wait for Q, write the mean to the gradient and leave the unsent part."""
         self._end_round()
         for matrix, basis in zip(self._plan.matrices, self._bases, strict=True):  # (5)
             self._decompress(matrix, basis)
         for name, place in self._plan.whole.items():
             gradient = self._bucket.slices[name].of(self._bucket.grad)
             gradient.copy_(self._first[place].mul_(self._scale))
-        return ReducedGrad(values=self._bucket.grad)
 
     def drop(self) -> None:
         self._reducer.first_rounds.clear()
@@ -153,10 +159,11 @@ class _PowerSGDWork(CompressedWork):
 class PowerSGDReducer(FeedbackReducer):
     """Reducer that sends each matrix as the product of two factors of rank `rank`.
 
-    Factors are computed and sent in fp32. A matrix that they would not make smaller is sent whole
-    with the first factor. Each rank subtracts M^, the mean that all ranks get, from its residual +
-    gradient, as torch's hook does: the mean of the residuals is then the mean of what was not sent.
-    Parts of a tensor-parallel parameter are matrices of their own.
+    With `rank_share` the rank is that share of the shorter side of the matrix, rounded up. Factors
+    are computed and sent in fp32. A matrix that they would not make smaller is sent whole with the
+    first factor. Each rank subtracts M^, the mean that all ranks get, from its residual + gradient,
+    as torch's hook does: the mean of the residuals is then the mean of what was not sent. Parts of
+    a tensor-parallel parameter are matrices of their own.
     """
 
     name = "powersgd"
@@ -166,15 +173,16 @@ class PowerSGDReducer(FeedbackReducer):
         infos: Sequence[ParamInfo],
         exchange: Exchange,
         *,
-        rank: int,
+        rank: int = 4,
+        rank_share: float | None = None,
         seed: int,
         start_iter: int = 0,
         model_shard: ModelShard | None = None,
     ) -> None:
         super().__init__(infos, exchange, start_iter=start_iter, model_shard=model_shard)
-        self.rank, self.seed = rank, seed
+        self.factors, self.seed = FactorRank(rank, rank_share), seed
         self.q: dict[str, torch.Tensor] = {}
-        self.first_rounds: list[_PowerSGDWork] = []
+        self.first_rounds: list[PowerSGDWork] = []
         self._plans: dict[int, _Plan] = {}
 
     def plan(self, bucket: GradBucket) -> Sequence[str]:
@@ -182,7 +190,8 @@ class PowerSGDReducer(FeedbackReducer):
         for name, where in bucket.slices.items():
             rows, *others = self.infos[name].local_shape
             columns = math.prod(others)
-            p, q = self.rank * rows, self.rank * columns
+            rank = self.factors.of(self.infos[name].logical_shape)
+            p, q = rank * rows, rank * columns
             if not self._is_worth_it(name):
                 plan.whole[name] = slice(plan.first_round, plan.first_round + where.numel)
                 plan.first_round += where.numel
@@ -191,9 +200,7 @@ class PowerSGDReducer(FeedbackReducer):
             q_place = slice(plan.second_round, plan.second_round + q)
             plan.matrices.append(_Matrix(name, rows, columns, p_place, q_place))
             plan.first_round, plan.second_round = p_place.stop, q_place.stop
-            self.q[name] = to_device(
-                first_q(self.seed, name, columns, self.rank), bucket.grad.device
-            )
+            self.q[name] = to_device(first_q(self.seed, name, columns, rank), bucket.grad.device)
         return [matrix.name for matrix in plan.matrices]
 
     def _is_worth_it(self, name: str) -> bool:
@@ -206,11 +213,11 @@ class PowerSGDReducer(FeedbackReducer):
         least = list(info.local_shape)
         if info.tp_shard is not None:
             least[info.tp_shard.axis] = info.tp_shard.block // ranks * info.tp_shard.blocks
-        return is_smaller(least[0], math.prod(least[1:]), self.rank)
+        return is_smaller(least[0], math.prod(least[1:]), self.factors.of(info.logical_shape))
 
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
         plan = self._plans[bucket.index]
-        work = _PowerSGDWork(bucket, plan, step, self)
+        work = PowerSGDWork(bucket, plan, step, self)
         self.first_rounds.append(work)
         return work
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.config import at_least, option, section
+from megatron.config import ValueRange, at_least, option, section
 from megatron.data_parallel.bucket_plan import BYTES, PathBytes, RankShapes, StepTraffic
 from megatron.data_parallel.gradient_path import GradientPath
 from radius.baselines.feedback import check_start, options_of
-from radius.baselines.message_bytes import powersgd_bytes, powersgd_traffic
-from radius.baselines.rules import BASELINE_PAIRS
+from radius.baselines.message_bytes import FactorRank, powersgd_bytes, powersgd_traffic
+from radius.baselines.rules import POWERSGD_PAIRS
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -25,10 +25,16 @@ class PowerSGDConfig:
     """Options of PowerSGD."""
 
     powersgd_rank: int = option(
-        default=4,
+        default=FactorRank.rank,
         help="Rank of the approximation of each gradient matrix; matrices too small to gain "
         "are sent whole. Shards on tensor-parallel ranks are matrices of their own.",
         within=at_least(1),
+    )
+    powersgd_rank_share: float | None = option(
+        default=None,
+        help="Rank as a share of the shorter side of each matrix, rounded up, instead of "
+        "powersgd_rank (none = powersgd_rank).",
+        within=ValueRange(low=0, low_open=True, high=1),
     )
     powersgd_start_iter: int = option(
         default=0,
@@ -36,13 +42,19 @@ class PowerSGDConfig:
         within=at_least(0),
     )
 
+    @property
+    def factors(self) -> FactorRank:
+        """Rank of the factors of a matrix."""
+        return FactorRank(self.powersgd_rank, self.powersgd_rank_share)
+
 
 class PowerSGDPath(GradientPath):
     """PowerSGD: gradients of matrices as products of two thin matrices."""
 
     name = "powersgd"
     sections = {"powersgd": PowerSGDConfig}
-    refused_pairs = BASELINE_PAIRS
+    refused_pairs = POWERSGD_PAIRS
+    alternatives = ((("powersgd_rank",), ("powersgd_rank_share",)),)
 
     def check(self, config: Config) -> None:
         start = options_of(config, PowerSGDConfig).powersgd_start_iter
@@ -63,20 +75,20 @@ class PowerSGDPath(GradientPath):
             infos,
             exchange,
             rank=options.powersgd_rank,
+            rank_share=options.powersgd_rank_share,
             seed=config.training.seed,
             start_iter=options.powersgd_start_iter,
             model_shard=ModelShard(infos, groups),
         )
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        options = options_of(config, PowerSGDConfig)
-        return powersgd_bytes(rank, rank_of_factors=options.powersgd_rank)
+        return powersgd_bytes(rank, factors=options_of(config, PowerSGDConfig).factors)
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
         options = options_of(config, PowerSGDConfig)
         return powersgd_traffic(
             rank,
-            rank_of_factors=options.powersgd_rank,
+            factors=options.factors,
             start=options.powersgd_start_iter,
             steps=config.total_iterations(),
             value_bytes=BYTES[config.precision.grad_dtype],

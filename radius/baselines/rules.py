@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.config import RefusedPair
+from radius.baselines.message_bytes import FactorRank
+
+
+def _has_two_ranks(config: Any) -> bool:
+    """Return whether PowerSGD's options have a rank that is not the default, and a share."""
+    options = config.extensions["powersgd"]
+    return options.powersgd_rank != FactorRank.rank and options.powersgd_rank_share is not None
+
 
 BASELINE_PAIRS: tuple[RefusedPair, ...] = (
     RefusedPair(
@@ -12,4 +22,42 @@ BASELINE_PAIRS: tuple[RefusedPair, ...] = (
         instead="drop it, or give --grad-path dense, samo or radius",
     ),
 )
-"""Pairs of `--grad-path topk` and `--grad-path powersgd`, see `GradientPath.refused_pairs`."""
+"""Pairs of every baseline, see `GradientPath.refused_pairs`."""
+
+POWERSGD_PAIRS: tuple[RefusedPair, ...] = (
+    *BASELINE_PAIRS,
+    RefusedPair(
+        name="powersgd_rank with powersgd_rank_share",
+        holds=_has_two_ranks,
+        reason="a matrix has one rank",
+        instead="give one of them",
+    ),
+)
+"""Pairs of `--grad-path powersgd`. The default of powersgd_rank counts as not given."""
+
+ROUNDROBIN_PAIRS: tuple[RefusedPair, ...] = (
+    *BASELINE_PAIRS,
+    RefusedPair(
+        name="grad_path roundrobin with adam_beta1 0",
+        holds=lambda c: c.optimizer.optimizer == "adam" and c.optimizer.adam_beta1 == 0,
+        reason="sums of several steps enter the two moments apart, and the first has to last for "
+        "that",
+        instead="raise adam_beta1, or give another --grad-path",
+    ),
+    RefusedPair(
+        name="grad_path roundrobin with exp_avg_dtype or exp_avg_sq_dtype int8",
+        holds=lambda c: "int8" in c.optimizer.moment_dtypes,
+        reason="moments of rows that are not sent are frozen, but int8 moments share a scale with "
+        "sent ones and are rounded again in every step",
+        instead="give bf16 instead, or another --grad-path",
+    ),
+    RefusedPair(
+        name="grad_path roundrobin with sgd_weight_decay coupled",
+        holds=lambda c: (
+            c.optimizer.optimizer == "sgd" and c.optimizer.sgd_weight_decay == "coupled"
+        ),
+        reason="rows that are not sent have no gradient to which an L2 term could be added",
+        instead="give --sgd-weight-decay decoupled, or another --grad-path",
+    ),
+)
+"""Pairs of `--grad-path roundrobin`."""

@@ -1,11 +1,7 @@
 """`--grad-path topk`: naive top-k with all-gather and error feedback (Radius paper, section 6.5).
 
-Every rank selects entries on its own, so positions differ and values cannot be added on the way:
-each rank's message goes to every other rank, and traffic grows with the number of ranks.
-
-    one bucket's message, K entries of all its parameters:   [ K positions | K values | padding ]
-
-This file is the whole path: settings, reducer, and bytes for the planner.
+This file is the whole path: settings, reducer, and bytes for the planner. The messages are those of
+`radius.baselines.largest_entries`.
 """
 
 from __future__ import annotations
@@ -23,9 +19,16 @@ from megatron.data_parallel.bucket_plan import (
     StepTraffic,
 )
 from megatron.data_parallel.gradient_path import GradientPath
-from megatron.errors import ConfigError
 from radius.baselines.feedback import CompressedWork, FeedbackReducer, check_start, options_of
-from radius.baselines.message_bytes import RESIDUAL_BYTES, all_reduces, count, from_start, matrices
+from radius.baselines.largest_entries import add_mean, check_positions, take_largest
+from radius.baselines.message_bytes import (
+    RESIDUAL_BYTES,
+    all_reduces,
+    entries_message,
+    from_start,
+    gathered_bytes,
+    matrices,
+)
 from radius.baselines.rules import BASELINE_PAIRS
 
 if TYPE_CHECKING:
@@ -37,10 +40,6 @@ if TYPE_CHECKING:
     from megatron.data_parallel.reducer import ReducedGrad, StepContext
     from megatron.parallel.groups import ProcessGroups
     from megatron.parallel.tensor_shard import ModelShard
-
-POSITION_BYTES = 4
-"""Bytes of a position in a message, an int32."""
-MOST_ENTRIES = 2**31 - 1
 
 
 @section
@@ -94,7 +93,7 @@ class TopKPath(GradientPath):
         for bucket in matrices(rank) if options_of(config, TopKConfig).topk_density < 1 else ():
             residual += RESIDUAL_BYTES * sum(rank.params[n].local_entries for n in bucket.slices)
             message = self._message_bytes(config, rank, bucket.slices)
-            messages += message * (1 + rank.ranks * (rank.ranks > 1))
+            messages += gathered_bytes(message, rank.ranks)
         own = residual * 4 // RESIDUAL_BYTES
         return PathBytes({"residual": residual}, {"messages": messages}, own=own)
 
@@ -115,25 +114,8 @@ class TopKPath(GradientPath):
 
     def _message_bytes(self, config: Config, rank: RankShapes, names: Iterable[str]) -> int:
         density = options_of(config, TopKConfig).topk_density
-        entries = sum(count(density, rank.params[name].local_entries) for name in names)
-        return message_bytes(entries, BYTES[config.precision.grad_dtype])
-
-
-def message_bytes(entries: int, value_bytes: int) -> int:
-    """Return the bytes of a message, padded so that the next rank's positions are aligned."""
-    used = entries * (POSITION_BYTES + value_bytes)
-    return -(-used // POSITION_BYTES) * POSITION_BYTES
-
-
-def split_message(
-    raw: torch.Tensor, entries: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the positions (int32) and of the values of a message (uint8)."""
-    import torch
-
-    head = entries * POSITION_BYTES
-    tail = head + entries * dtype.itemsize
-    return raw[:head].view(torch.int32), raw[head:tail].view(dtype)
+        params = [rank.params[name] for name in names]
+        return entries_message(params, density, BYTES[config.precision.grad_dtype])
 
 
 @dataclass
@@ -146,13 +128,8 @@ class _TopKWork(CompressedWork):
     def wait(self) -> ReducedGrad:
         from megatron.data_parallel.reducer import ReducedGrad
 
-        received = self.received.wait()
         mean = self.bucket.grad.zero_()
-        # Every rank adds the messages in rank order. A message has no position twice, so the order
-        # of its entries does not matter.
-        for raw in received:
-            positions, values = split_message(raw, self.entries, mean.dtype)
-            mean.index_add_(0, positions, values.div_(len(received)))
+        add_mean(self.received.wait(), self.entries, mean)
         return ReducedGrad(values=mean)
 
     def drop(self) -> None:
@@ -182,33 +159,12 @@ class TopKReducer(FeedbackReducer):
         self.density = density
 
     def plan(self, bucket: GradBucket) -> Sequence[str]:
-        if bucket.numel > MOST_ENTRIES:
-            raise ConfigError(
-                f"ddp_bucket_size: a bucket has {bucket.numel} entries; the positions that topk "
-                f"sends reach to {MOST_ENTRIES}; give a smaller --ddp-bucket-size, or split the "
-                "largest parameter with --tensor-model-parallel-size"
-            )
+        check_positions(bucket, self.name)
         return bucket.names if self.density < 1.0 else ()
 
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
-        import torch
-
-        from megatron.sparse.selection import largest
-
-        counts = {
-            name: count(self.density, self.infos[name].local_entries) for name in bucket.slices
-        }
-        entries, grad = sum(counts.values()), bucket.grad
-        length = message_bytes(entries, grad.element_size())
-        raw = torch.zeros(length, dtype=torch.uint8, device=grad.device)
-        positions, values = split_message(raw, entries, grad.dtype)
-        at = 0
-        for name, k in counts.items():
-            offered = self.offer(bucket, name, step)
-            chosen = largest(offered, k)
-            picked = offered[chosen]
-            sent = values[at : at + k].copy_(picked * step.loss_scale)
-            offered[chosen] = picked - sent.float() / step.loss_scale
-            positions[at : at + k] = chosen + bucket.slices[name].start
-            at += k
+        offered = {name: self.offer(bucket, name, step) for name in bucket.slices}
+        raw, entries = take_largest(
+            bucket, offered, density=self.density, loss_scale=step.loss_scale
+        )
         return _TopKWork(bucket, raw, self.exchange.gather(raw), entries)

@@ -110,6 +110,9 @@ def test_messages_are_the_bytes_each_method_sends() -> None:
     first, second = ([SLOW.all_reduce(4 * 4 * n) for n in sides] for sides in (p, q))
     wanted = [first[0], whole[1], first[1], vote, *second]
     assert _seconds("powersgd-4") == pytest.approx(wanted)
+    assert _seconds("lowrank-4+sparse-0.01") == pytest.approx([*wanted, pairs, pairs])
+    eighth = SLOW.all_reduce(matrix / 8)
+    assert _seconds("roundrobin-8") == pytest.approx([eighth, whole[1], eighth, vote])
     hook = [SLOW.all_reduce(n) for n in (vector, 4 * 4 * 1500, 4 * 4 * 750)]
     assert _seconds("ddp-powersgd-4") == pytest.approx(hook)
     assert _seconds("ddp-4mb") == [SLOW.all_reduce(2 * matrix + vector)]
@@ -139,6 +142,10 @@ def test_variants_become_flags() -> None:
         *("--radius-interval", "7", "--radius-schedule", "rolling"),
         *("--radius-select", "seeded", "--overlap-grad-reduce", "false"),
     )
+    both = ("--lowrank-rank", "4", "--lowrank-density", "0.01")
+    assert method("lowrank-4+sparse-0.01").flags == ("--grad-path", "lowrank+sparse", *both)
+    turns = ("--grad-path", "roundrobin", "--roundrobin-interval", "8")
+    assert method("roundrobin-8").flags == turns
     assert not method("dense-no-overlap").overlap
     assert method("radius-0.4-wire-bf16").flags[-2:] == ("--grad-wire", "bf16")
     widths = {"": 4, "-bf16": 2, "-wire-bf16": 2, "-wire-int8": 1 + 2 / 128, "-wire-int4": 66 / 128}

@@ -67,6 +67,7 @@ FEW = {"radius_density": 0.06}
 RANDOM = {"samo_sparsity": 0.5, "samo_pruning": "random"}
 EARLY_BIRD = {"samo_pruning": "early-bird", "samo_sparsity": 0.5, "samo_early_bird_distance": 1.0}
 """Settings of an early-bird ticket that is the fifth draw."""
+LOWRANK = {"lowrank_rank": 2, "lowrank_density": 0.02}
 DSR = {"dsr_interval": 2, "dsr_fraction": 0.1, "dsr_threshold": 0.1, "dsr_until": 95}
 PATHS = [
     PathCase("dense"),
@@ -107,6 +108,9 @@ PATHS = [
     PathCase("topk", {"topk_density": 0.1}, lossless=False, linear=False),
     # The best factors of a sum are not the sum of the best factors.
     PathCase("powersgd", {"powersgd_rank": 2}, lossless=False, linear=False),
+    PathCase("powersgd", {"powersgd_rank_share": 0.15}, lossless=False, linear=False),
+    PathCase("lowrank+sparse", LOWRANK, lossless=False, linear=False),
+    PathCase("roundrobin", {"roundrobin_interval": 3}, lossless=False),
 ]
 WORLDS = [1, 2, 4]
 

@@ -27,7 +27,7 @@ from tests.contract.grid import (
     on_grid,
     world_of,
 )
-from tests.contract.harness import SHORT, PathCase
+from tests.contract.harness import LOWRANK, SHORT, PathCase
 from tests.ranks import Ranks
 
 STEPS = 14
@@ -40,6 +40,7 @@ DRAWN_ROLLING = PathCase(
     "radius", SHORT | {"radius_schedule": "rolling", "radius_select": "seeded"}
 )
 GRADIENT = PathCase("radius", SHORT | {"radius_select": "gradient"})
+IN_TURNS = PathCase("roundrobin", {"roundrobin_interval": 3})
 
 
 def on_rank_saved(
@@ -163,6 +164,22 @@ def on_rank_resumed(groups: ProcessGroups, case: PathCase, folder: Path) -> list
     return found
 
 
+def test_11_parts_of_rows_are_those_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    on_rank_saved(_alone(), "1", IN_TURNS, False, tmp_path / "1")
+    one = logical(tmp_path / "1", STEPS)
+    assert sum(name.startswith("residual/") for name in one) == MATRICES
+    for grid in ("TP2", "TP2xPP2", "TP2xDP2"):
+        ranks.run(world_of(grid), on_rank_saved, grid, IN_TURNS, False, tmp_path / grid)
+        other = logical(tmp_path / grid, STEPS)
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            kept = name.startswith("residual/")
+            mine, alone = (other[name].mean(0), tensor[0]) if kept else (other[name], tensor)
+            torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-4)
+            if kept:
+                assert torch.equal(mine == 0, alone == 0), "the same rows were sent last"
+
+
 @pytest.mark.parametrize("case", [PAPER, ROLLING], ids=str)
 def test_10_saved_and_resumed_on_a_grid_equals_uninterrupted(
     ranks: Ranks, tmp_path: Path, case: PathCase
@@ -216,6 +233,9 @@ def on_rank_baseline(groups: ProcessGroups, case: PathCase, folder: Path) -> Any
     [
         PathCase("topk", {"topk_density": 0.1}),
         PathCase("powersgd", {"powersgd_rank": 2}),
+        PathCase("powersgd", {"powersgd_rank_share": 0.15}),
+        PathCase("lowrank+sparse", LOWRANK),
+        IN_TURNS,
     ],
     ids=str,
 )

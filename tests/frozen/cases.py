@@ -34,6 +34,8 @@ RUNS = {
     "samo-radius": f"--grad-path samo+radius --samo-sparsity 0.5 {_RADIUS}",
     "topk": "--grad-path topk --topk-density 0.1 --topk-start-iter 2",
     "powersgd": "--grad-path powersgd --powersgd-rank 2 --powersgd-start-iter 2",
+    "lowrank-sparse": "--grad-path lowrank+sparse --lowrank-rank 2 --lowrank-start-iter 2",
+    "roundrobin": "--grad-path roundrobin --roundrobin-interval 3 --roundrobin-start-iter 2",
     "zero": "--use-distributed-optimizer",
     "offload": "--bf16 --optimizer-cpu-offload --offload-bucket-size 500",
 }

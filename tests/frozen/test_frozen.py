@@ -34,7 +34,7 @@ from tests.frozen.cases import (
 from tests.ranks import Ranks
 
 EXPECTED: Expected = json.loads(TABLE.read_text(encoding="utf-8"))
-BASELINES = ("topk", "powersgd")
+BASELINES = ("topk", "powersgd", "lowrank-sparse")
 """Each rank compresses its own gradient, so that losses depend on the number of ranks."""
 
 
@@ -63,7 +63,9 @@ def test_its_configuration_is_that_of_the_same_flags(name: str) -> None:
     assert resolve(there, WORLD).values() == resolve(flags, WORLD).values()
 
 
-@pytest.mark.parametrize("name", ["radius", "radius-rolling", "samo-radius", "topk", "powersgd"])
+@pytest.mark.parametrize(
+    "name", ["radius", "radius-rolling", "samo-radius", *BASELINES, "roundrobin"]
+)
 def test_residuals_are_in_it(name: str) -> None:
     with Checkpoint.open(checkpoint_of(FOLDER / name)) as saved:
         assert any(saved.read(each).any() for each in saved.names("residual/"))

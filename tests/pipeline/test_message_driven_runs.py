@@ -42,6 +42,8 @@ CASES = {
     "samo+radius": (2, 1, f"{WET} --grad-path samo+radius {PRUNED} {RADIUS}", (3,)),
     "topk": (2, 1, f"{WET} --grad-path topk --topk-density 0.1 --topk-start-iter 0", (0,)),
     "powersgd": (2, 1, f"{WET} --grad-path powersgd --powersgd-rank 2", (3,)),
+    "lowrank+sparse": (2, 1, f"{WET} --grad-path lowrank+sparse --lowrank-rank 2", (0,)),
+    "roundrobin": (2, 1, f"{WET} --grad-path roundrobin --roundrobin-interval 2", (3,)),
 }
 """Cases of 4 ranks, 2 of which are data-parallel where `pp` times `tp` is 2."""
 WORLD = 4

@@ -80,6 +80,8 @@ def over(step: SimulatedStep) -> float:
             "--grad-path samo --samo-sparsity 0.8",
             "--grad-path powersgd",
             "--grad-path topk",
+            "--grad-path lowrank+sparse",
+            "--grad-path roundrobin",
             "--use-distributed-optimizer",
             "--optimizer-cpu-offload --offload-bucket-size 2048 --clip-grad 0",
             "--optimizer-cpu-offload --offload-bucket-size 512 --clip-grad 0 --optimizer sgd",

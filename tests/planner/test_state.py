@@ -57,6 +57,12 @@ CASES = {
     "topk": (4, f"--grad-path topk --topk-density 0.1 --bf16 {TP} --topk-start-iter 3"),
     "powersgd": (4, f"--grad-path powersgd --powersgd-rank 2 {PP} --powersgd-start-iter 2"),
     "powersgd cut": (4, f"--grad-path powersgd --powersgd-rank 3 --bf16 {TP}"),
+    "powersgd share": (4, f"--grad-path powersgd --powersgd-rank-share 0.1 {TP}"),
+    "roundrobin": (4, f"--grad-path roundrobin --roundrobin-interval 3 {PP} "
+                   "--roundrobin-start-iter 2"),
+    "roundrobin cut": (4, f"--grad-path roundrobin --roundrobin-interval 5 --bf16 {TP}"),
+    "lowrank": (4, f"--grad-path lowrank+sparse --lowrank-rank 2 {PP} --lowrank-start-iter 2"),
+    "lowrank cut": (4, f"--grad-path lowrank+sparse --bf16 --grad-reduce-in-bf16 {TP}"),
 }  # fmt: skip
 QUESTIONS = 128
 """Bytes at most by which a path's questions to the other ranks of its model go beyond the plan."""
@@ -112,9 +118,9 @@ def _compare_traffic(
     else:
         # One case stops half way, for its ticket is drawn at the end; its steps are all alike.
         assert sent[: len(found["sent"])] == sorted(found["sent"])
-    reducers = ("radius", "radius cut", "rolling", "topk", "powersgd", "powersgd cut")
+    reducers = ("radius", "rolling", "topk", "powersgd", "lowrank", "roundrobin")
     # A resample counts magnitudes over the ranks that share a tensor.
-    slack = 10**7 if case == "radius cut" else QUESTIONS if case in reducers else 0
+    slack = 10**7 if case == "radius cut" else QUESTIONS if case.startswith(reducers) else 0
     for name, wanted in (("bytes_tp", plan.tp), ("bytes_pp", plan.pp)):
         for axes in found["axes"]:
             assert wanted <= axes.get(name, 0) <= wanted + slack, name
@@ -128,6 +134,8 @@ def _compare_traffic(
         f"radius {RADIUS}",
         "topk --topk-density 0.1",
         "powersgd --powersgd-rank 2",
+        "lowrank+sparse --lowrank-rank 2",
+        "roundrobin --roundrobin-interval 4",
     ],
 )
 def test_a_checkpoint_is_as_large_as_planned(ranks: Ranks, tmp_path: Path, path: str) -> None:

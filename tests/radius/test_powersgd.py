@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.reducer import StepContext
 from megatron.parallel.groups import Group, ProcessGroups
+from radius.baselines.message_bytes import FactorRank
 from radius.baselines.powersgd import WARM_START, PowerSGDReducer, first_q
 from tests.contract.harness import copies
 from tests.radius.functional_ranks import bucket_of, equals_dense, fill, infos_of, mean_of, random
@@ -308,3 +309,47 @@ def test_vocabulary_padding_is_no_part_of_the_matrix() -> None:
         assert not mean[21 * 8 :].any()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+# ---- rank as a share ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("share", "shape", "rank"),
+    [
+        (0.03125, (768, 256), 8),
+        (0.03125, (1000, 300), 10),  # 9.375
+        (0.1, (30, 40), 3),  # 0.1 * 30 is above 3 in floating point
+        (0.001, (30, 40), 1),
+        (0.25, (64, 2, 4), 2),
+        (1.0, (8, 20), 8),
+    ],
+)
+def test_a_share_is_of_the_shorter_side_and_rounded_up(
+    share: float, shape: tuple[int, ...], rank: int
+) -> None:
+    assert FactorRank(share=share).of(shape) == rank
+    assert FactorRank(5).of(shape) == 5
+
+
+def test_each_matrix_has_factors_of_its_share() -> None:
+    infos = infos_of(SHAPES)
+    bucket = bucket_of(infos)
+    by_share = reducer_of(infos, ALONE, rank=4, rank_share=0.2)
+    by_share.attach([bucket])
+    # A fifth of 6, 3 and 9, rounded up.
+    assert {name: tuple(q.shape) for name, q in by_share.q.items()} == {
+        "wide": (50, 2),
+        "small": (4, 1),
+        "tall": (9, 2),
+    }
+    two = reducer_of(infos, ALONE)
+    two.attach([other := bucket_of(infos)])
+    for t in (1, 2, 3):
+        gradients = random(SHAPES, t)
+        first, second = (
+            mean_of(each, where, gradients, t=t)
+            for each, where in ((by_share, bucket), (two, other))
+        )
+        assert all(torch.equal(first[name], second[name]) for name in COMPRESSED)
+        assert not torch.equal(first["small"], second["small"])

@@ -36,6 +36,8 @@ CASES = {
     f"--accumulate-allreduce-grads-in-fp32 {SAMO} --radius-interval 3 --radius-start-iter 1",
     "topk-bf16": "--bf16 --grad-path topk",
     "powersgd-bf16": "--bf16 --grad-path powersgd",
+    "lowrank-sparse-bf16": "--bf16 --grad-path lowrank+sparse",
+    "roundrobin-bf16": "--bf16 --grad-path roundrobin --roundrobin-interval 2",
 }
 # What the host waits for in every step. It may need no more: each wait drains the device's queue.
 HOST_WAITS = [

@@ -24,6 +24,8 @@ PATHS = {
     "samo+radius": f"--samo-sparsity 0.5 {RADIUS}",
     "topk": "--topk-density 0.1",
     "powersgd": "--powersgd-rank 2",
+    "lowrank+sparse": "--lowrank-rank 2",
+    "roundrobin": "--roundrobin-interval 3",
 }
 FLAGS = {name: f"{TINY} --grad-path {name} {more}" for name, more in PATHS.items()}
 SAVING = f"{FLAGS['dense']} --save-interval 2"

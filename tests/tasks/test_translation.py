@@ -50,6 +50,8 @@ PATHS = {
     "--radius-start-iter 1",
     "topk": "",
     "powersgd": "",
+    "lowrank+sparse": "",
+    "roundrobin": "--roundrobin-interval 2",
 }
 """Flags of each gradient path."""
 

@@ -26,6 +26,8 @@ PATHS = {
     "samo+radius": f"{PRUNED} {RADIUS}",
     "topk": "--topk-density 0.1",
     "powersgd": "--powersgd-rank 2",
+    "lowrank+sparse": "--lowrank-rank 2",
+    "roundrobin": "--roundrobin-interval 3",
 }
 
 

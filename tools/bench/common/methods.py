@@ -1,10 +1,10 @@
 """The rows of the gradient-path benchmark by name, and the flags or the DDP settings behind them.
 
 compute                     a step that sends nothing
-dense, radius-D, topk-D,    our gradient paths at density D, rank R or sparsity P (random masks);
-powersgd-R, samo-P,         `-no-overlap` after any of them, `-rolling`, `-seeded`
-samo-P+radius-D             after radius, `-wire-bf16`, `-wire-int8` and `-wire-int4` after dense
-                            and samo, the first of them after radius too
+dense, radius-D, topk-D,    our gradient paths at density D, rank R, T parts or sparsity P (random
+powersgd-R, roundrobin-T,   masks); `-no-overlap` after any of them, `-rolling`, `-seeded` after
+lowrank-R+sparse-D,         radius, `-wire-bf16`, `-wire-int8` and `-wire-int4` after dense and
+samo-P, samo-P+radius-D     samo, the first of them after radius too
 compute-bf16, dense-bf16    with parameters and gradients of 16 bit, as samo's are; `-fp32` after
                             samo leaves its numbers as those of the other rows
 ddp-4mb, ddp-25mb,          torch's DistributedDataParallel: plain with such buckets, with its
@@ -29,6 +29,8 @@ DEFAULT = (
     *(f"radius-{density}" for density in (0.9, 0.5, 0.4, 0.1, 0.01)),
     *(f"topk-{density}" for density in (0.01, 0.1)),
     *(f"powersgd-{rank}" for rank in (4, 32)),
+    "lowrank-4+sparse-0.01",
+    "roundrobin-8",
     "ddp-4mb",
     "ddp-25mb",
     "ddp-fp16",
@@ -63,7 +65,8 @@ SAMO_VISION = (COMPUTE, "dense", "dense-bf16", "samo-0.9", "ddp-25mb", "ddp-fp16
 _NUMBER = r"\d+(?:\.\d+)?"
 _OURS = re.compile(
     rf"(?P<path>compute|dense|radius-(?P<density>{_NUMBER})|topk-(?P<top>{_NUMBER})"
-    rf"|powersgd-(?P<rank>\d+)|samo-(?P<sparsity>{_NUMBER})(\+radius-(?P<kept>{_NUMBER}))?)"
+    rf"|powersgd-(?P<rank>\d+)|lowrank-(?P<factors>\d+)\+sparse-(?P<entries>{_NUMBER})"
+    rf"|roundrobin-(?P<parts>\d+)|samo-(?P<sparsity>{_NUMBER})(\+radius-(?P<kept>{_NUMBER}))?)"
     r"(?P<variants>(-(rolling|seeded|no-overlap|wire-bf16|wire-int8|wire-int4|bf16|fp32))*)"
 )
 _DDP = re.compile(r"ddp-(?:(?P<mb>\d+)mb|(?P<fp16>fp16)|powersgd-(?P<rank>\d+))")
@@ -78,7 +81,10 @@ _VARIANTS = {
 }
 _GO_WITH = {
     **dict.fromkeys(("rolling", "seeded"), ("radius", "samo+radius")),
-    "no-overlap": ("dense", "radius", "topk", "powersgd", "samo", "samo+radius"),
+    "no-overlap": (
+        *("dense", "radius", "topk", "powersgd", "lowrank+sparse", "roundrobin"),
+        *("samo", "samo+radius"),
+    ),
     "wire-bf16": ("dense", "radius", "samo", "samo+radius"),
     **dict.fromkeys(("wire-int8", "wire-int4"), ("dense", "samo")),
     "bf16": (COMPUTE, "dense"),
@@ -90,9 +96,10 @@ _GO_WITH = {
 class Method:
     """A row of the benchmark.
 
-    `kind` is compute, dense, radius, topk, powersgd, samo or samo+radius (ours), or ddp. `density`
-    belongs to radius and topk, `rank` to PowerSGD (ours or DDP's), and `sparsity` to samo's masks.
-    `bucket_mb` None means DDP's default. `wire`: the value of `--grad-wire`.
+    `kind` is compute, ddp, or the value of `--grad-path` (ours). `density` belongs to radius, topk
+    and lowrank+sparse, `rank` to the latter and PowerSGD (ours or DDP's), `parts` to roundrobin,
+    and `sparsity` to samo's masks. `bucket_mb` None means DDP's default. `wire`: the value of
+    `--grad-wire`.
     """
 
     name: str
@@ -100,6 +107,7 @@ class Method:
     flags: tuple[str, ...] = ()
     density: float = 1.0
     rank: int = 0
+    parts: int = 1
     sparsity: Fraction = Fraction(0)
     overlap: bool = True
     bucket_mb: int | None = None
@@ -153,7 +161,7 @@ def _ours(name: str, found: re.Match[str], interval: int) -> Method:
         if kind not in _GO_WITH[variant]:
             others = " and ".join(_GO_WITH[variant])
             raise ConfigError(f"--methods {name}: -{variant} goes with {others} alone")
-    density = found["density"] or found["kept"] or found["top"]
+    density = found["density"] or found["kept"] or found["top"] or found["entries"]
     flags = [] if kind == COMPUTE else ["--grad-path", kind]
     if found["sparsity"]:
         flags += ["--samo-sparsity", found["sparsity"], "--samo-pruning", "random"]
@@ -165,6 +173,10 @@ def _ours(name: str, found: re.Match[str], interval: int) -> Method:
         flags += ["--topk-density", density]
     elif kind == "powersgd":
         flags += ["--powersgd-rank", found["rank"]]
+    elif kind == "lowrank+sparse":
+        flags += ["--lowrank-rank", found["factors"], "--lowrank-density", density]
+    elif kind == "roundrobin":
+        flags += ["--roundrobin-interval", found["parts"]]
     for variant in variants:
         flags += _VARIANTS[variant]
     return Method(
@@ -172,7 +184,8 @@ def _ours(name: str, found: re.Match[str], interval: int) -> Method:
         kind=kind,
         flags=tuple(flags),
         density=float(density or 1.0),
-        rank=int(found["rank"] or 0),
+        rank=int(found["rank"] or found["factors"] or 0),
+        parts=int(found["parts"] or 1),
         sparsity=Fraction(found["sparsity"] or 0),
         overlap="no-overlap" not in variants,
         wire=next((v.removeprefix("wire-") for v in variants if v.startswith("wire-")), None),

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from tools.bench.convergence.study import DENSE, EARLY, SEEDS, START, Flag, StudyRun, checked
 
-MOST_RUNS = 40
+MOST_RUNS = 42
 INTERVAL = 50
+LOWRANK = (("lowrank-rank", "4"), ("lowrank-density", "0.01"))
+"""Flags of the declared run of `lowrank+sparse`, its defaults."""
 
 
 def study() -> tuple[StudyRun, ...]:
@@ -29,6 +31,8 @@ def study() -> tuple[StudyRun, ...]:
     runs += [radius(0.1, interval=10), radius(0.1, interval=200)]
     runs += [baseline("topk", "topk_0.1", [("topk-density", "0.1")])]
     runs += [baseline("powersgd", "powersgd_4", [("powersgd-rank", "4")])]
+    runs += [baseline("lowrank+sparse", "lowrank_4_0.01", LOWRANK)]
+    runs += [in_turns(8)]
     return checked(runs, most=MOST_RUNS)
 
 
@@ -87,4 +91,15 @@ def baseline(path: str, variant: str, flags: Sequence[Flag]) -> StudyRun:
     """Return a method whose result depends on the number of ranks."""
     return StudyRun(
         variant=variant, seed=SEEDS[0], start=START, path=path, flags=tuple(flags), ranks=4
+    )
+
+
+def in_turns(interval: int) -> StudyRun:
+    """Return the path that sends one of `interval` parts of each matrix in every step."""
+    return StudyRun(
+        variant=f"roundrobin_{interval}",
+        seed=SEEDS[0],
+        start=START,
+        path="roundrobin",
+        flags=(("roundrobin-interval", f"{interval}"),),
     )

@@ -72,15 +72,15 @@ def messages(
         return _ddp(method, sizes, link)
     sent = [_bucket(method, sizes, names, link, interval) for names in sizes.buckets]
     late: list[AlphaBetaMessage] = []
-    if method.kind == "powersgd":
-        late = [
-            AlphaBetaMessage(
-                seconds=link.all_reduce(FP32 * method.rank * _columns(method, sizes, names))
-            )
-            for names in sizes.buckets
-            if sizes.is_matrix(names[0])
-        ]
-    # The vote is sent after backward; PowerSGD's second factors wait for it.
+    if method.rank:
+        matrices = [names for names in sizes.buckets if sizes.is_matrix(names[0])]
+        columns = [_columns(method, sizes, names) for names in matrices]
+        seconds = [link.all_reduce(FP32 * method.rank * each) for each in columns]
+        if method.kind == "lowrank+sparse":
+            seconds += [link.all_gather(_pairs(method, sizes, names)) for names in matrices]
+        late = [AlphaBetaMessage(seconds=each) for each in seconds]
+    # The vote is sent after backward; PowerSGD's second factors, and entries after them, wait for
+    # it.
     return [*sent, AlphaBetaMessage(seconds=link.all_reduce(VOTE)), *late]
 
 
@@ -111,8 +111,9 @@ def _bucket(
         kept = sum(_selected(method, sizes.numel(name), interval) for name in names)
         seconds = link.all_reduce(sizes.entry_bytes * kept)
     elif method.kind == "topk":
-        kept = sum(math.ceil(method.density * sizes.numel(name)) for name in names)
-        seconds = link.all_gather((FP32 + POSITION) * kept)
+        seconds = link.all_gather(_pairs(method, sizes, names))
+    elif method.kind == "roundrobin":
+        seconds = link.all_reduce(sizes.bytes_of(names) / method.parts)
     else:
         rows = sum(sizes.shapes[n][0] for n in names if _is_smaller(method, sizes.shapes[n]))
         whole = [n for n in names if not _is_smaller(method, sizes.shapes[n])]
@@ -127,6 +128,13 @@ def _selected(method: Method, numel: int, interval: int) -> float:
     """
     kept = math.ceil(method.density * numel)
     return kept + (numel - kept) / interval if "rolling" in method.flags else kept
+
+
+def _pairs(method: Method, sizes: Sizes, names: Sequence[str]) -> float:
+    """Return the bytes of the positions and values that a rank sends of its largest entries."""
+    compressed = [n for n in names if not method.rank or _is_smaller(method, sizes.shapes[n])]
+    kept = sum(math.ceil(method.density * sizes.numel(name)) for name in compressed)
+    return (FP32 + POSITION) * kept
 
 
 def _is_smaller(method: Method, shape: Sequence[int], gain: int = 1) -> bool:
