@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from megatron.config import Config, GPTConfig, ModelConfig
@@ -334,11 +335,15 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
         shard_length(bucket.numel, rank.ranks, slice_alignment(config)) if sharded else bucket.numel
         for bucket in rank.buckets
     ]
-    held = sum(bucket.numel for bucket in rank.buckets)
+    lends = [not sharded or grid.path.lends_grad(config, bucket.kind) for bucket in rank.buckets]
     views = main_views(config, rank)
     kept = {
         "parameters": param * sum(rank.params[name].numel for name in rank.params.keys() - views),
-        "gradients": grad * (rank.ranks * sum(shards) if sharded else held),
+        "gradients": grad
+        * sum(
+            rank.ranks * numel if sharded and lent else bucket.numel
+            for bucket, numel, lent in zip(rank.buckets, shards, lends, strict=True)
+        ),
     }
     states = {"master": 0, "moments": 0}
     for bucket, numel in zip(rank.buckets, shards, strict=True):
@@ -355,7 +360,13 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
         states = {"offload buckets": _offload_buffers(config, rank, chunk)}
     longest = max(chunk, coded_chunk(chunk, rank.device)) if _has_coded(config, rank) else chunk
     scratch = {"scratch": 4 * min(longest, max(shards))}
-    return StateBytes(kept | states | dict(own.kept) | scratch, own.passing, host)
+    # Two buckets at a time gather updated values beside gradients that are still needed.
+    beside = [0] + [
+        0 if lent else param * rank.ranks * numel for numel, lent in zip(shards, lends, strict=True)
+    ]
+    gathered = max(one + next_one for one, next_one in pairwise(beside))
+    passing = dict(own.passing) | ({"gathered values": gathered} if gathered else {})
+    return StateBytes(kept | states | dict(own.kept) | scratch, passing, host)
 
 
 def main_views(config: Config, rank: RankShapes) -> set[str]:

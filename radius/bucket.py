@@ -146,10 +146,11 @@ class RadiusBucket:
         """Create an empty index if the bucket has none; return whether it had one."""
         if self.index is not None:
             return True
-        self.index = self._new_index()
+        self.index = self.new_index()
         return False
 
-    def _new_index(self) -> BucketIndex:
+    def new_index(self) -> BucketIndex:
+        """Return an index of the bucket without selected entries."""
         return new_index(self.bucket.numel, self.bucket.grad.device, bits=self.bits)
 
     def choose(self, part: IndexPart, selection: Selection, *, compare: bool) -> tuple[int, int]:
@@ -213,7 +214,7 @@ class RadiusBucket:
         """Load the selection from `shared` and the residual from `own`; a missing residual is 0."""
         if not self.parts:
             return
-        index = self.index = self._new_index()
+        index = self.index = self.new_index()
         for part in self.parts:
             index.choose(part.start, GivenSelection(shared[f"{INDEX}{part.name}"]))
         self.residual.empty()

@@ -13,10 +13,14 @@ from megatron.data_parallel.bucket_plan import (
     RankShapes,
     StepTraffic,
     payload,
+    shard_length,
 )
+from megatron.sparse.sizes import counted_bytes
 from radius.index import index_bytes, keeps_bits, num_selected
 from radius.native_library import instruction_sets
 
+RESAMPLE = "resample"
+"""Name of the steps that send everything and select."""
 PAPERS = 1 + 4
 """Bytes per parameter that the paper's implementation adds: a boolean and an fp32 residual."""
 
@@ -152,10 +156,66 @@ def planned_traffic(
         sparse[bucket.bucket] = PlannedCollective("all-reduce", nbytes, bucket.bucket)
     found = [
         StepTraffic("dense, before Radius starts", first - 1, whole),
-        StepTraffic("resample", resamples, whole),
+        StepTraffic(RESAMPLE, resamples, whole),
         StepTraffic("sparse", steps - first + 1 - resamples, list(sparse.values())),
     ]
     return [each for each in found if each.steps]
+
+
+def with_shards(
+    found: Iterable[StepTraffic],
+    rank: RankShapes,
+    *,
+    density: Fraction,
+    selects_by_update: bool,
+    grad_bytes: int,
+    param_bytes: int,
+    wire: str | None,
+    alignment: int,
+) -> list[StepTraffic]:
+    """Return the traffic from `planned_traffic` of a run whose optimizer states are sharded.
+
+    Updated parameters are gathered in every step. A resample that selects by the update sums counts
+    and gathers the index, one bit per position. Buckets that are always sent whole are reduced to
+    shards where that is done at all.
+    """
+    shards = [shard_length(bucket.numel, rank.ranks, alignment) for bucket in rank.buckets]
+    sparse = {each.bucket for each in _chosen(rank, density)}
+    gathered = [
+        PlannedCollective("all-gather", param_bytes * own, number)
+        for number, own in enumerate(shards)
+    ]
+    index = [
+        *(
+            PlannedCollective("all-reduce", nbytes, number)
+            for number in sorted(sparse)
+            for name in rank.buckets[number].slices
+            for nbytes in counted_bytes(rank.total(name), rank.device)
+        ),
+        *(
+            PlannedCollective("all-gather", shards[number] // 8, number)
+            for number in sorted(sparse)
+        ),
+    ]
+
+    def reduced(each: PlannedCollective) -> PlannedCollective:
+        if each.bucket in sparse or rank.device != "cuda" or wire is not None:
+            return each
+        nbytes = grad_bytes * shards[each.bucket] * rank.ranks
+        return PlannedCollective("reduce-scatter", nbytes, each.bucket)
+
+    return [
+        StepTraffic(
+            kind.name,
+            kind.steps,
+            [
+                *map(reduced, kind.sent),
+                *gathered,
+                *(index if kind.name == RESAMPLE and selects_by_update else ()),
+            ],
+        )
+        for kind in found
+    ]
 
 
 def _chosen(rank: RankShapes, density: Fraction) -> Iterator[SelectedCounts]:

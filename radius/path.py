@@ -13,14 +13,16 @@ from megatron.config.fields import ValueRange, at_least, between, option, sectio
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import (
     BYTES,
+    BucketClass,
     PathBytes,
     RankShapes,
     StepTraffic,
     plan_wire,
+    slice_alignment,
 )
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
-from radius.memory import planned_bytes, planned_traffic
+from radius.memory import planned_bytes, planned_traffic, with_shards
 from radius.schedule import fitting_interval
 
 if TYPE_CHECKING:
@@ -68,6 +70,17 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "moments of unselected entries are frozen, but int8 moments share a scale with selected "
         "ones and are rounded again in every step",
         "give bf16 instead, or --radius-schedule paper",
+    ),
+    _pair(
+        "radius_schedule rolling and radius_select update with use_distributed_optimizer",
+        lambda c: (
+            c.parallel.use_distributed_optimizer
+            and _options(c).radius_schedule == "rolling"
+            and _options(c).radius_select == "update"
+        ),
+        "every step selects by updates of which each data-parallel rank has a part, so that every "
+        "step would count and gather them",
+        "give --radius-select seeded or gradient, or --radius-schedule paper",
     ),
     _pair(
         "sgd_nesterov or sgd_weight_decay coupled",
@@ -194,7 +207,16 @@ class RadiusPath(GradientPath):
             seed=config.training.seed,
         )
         matrices = {info.name: info.local_entries for info in infos if info.param.dim() > 1}
-        return RadiusReducer(exchange, matrices, settings, ModelShard(infos, groups))
+        return RadiusReducer(
+            exchange,
+            matrices,
+            settings,
+            ModelShard(infos, groups),
+            sharded=config.parallel.use_distributed_optimizer,
+        )
+
+    def lends_grad(self, config: Config, kind: BucketClass) -> bool:
+        return not kind.matrix or self._options(config).density == 1
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
         """Return the bytes of index, residual and values.
@@ -215,7 +237,8 @@ class RadiusPath(GradientPath):
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
         options, total = self._options(config), config.total_iterations()
-        return planned_traffic(
+        sharded = config.parallel.use_distributed_optimizer and rank.ranks > 1
+        found = planned_traffic(
             rank,
             density=options.density,
             start=options.start(total),
@@ -224,6 +247,18 @@ class RadiusPath(GradientPath):
             steps=total,
             value_bytes=BYTES[config.precision.grad_dtype],
             wire=config.gradient.grad_wire,
+        )
+        if not sharded:
+            return found
+        return with_shards(
+            found,
+            rank,
+            density=options.density,
+            selects_by_update=options.radius_select == "update",
+            grad_bytes=BYTES[config.precision.grad_dtype],
+            param_bytes=BYTES[config.precision.param_dtype],
+            wire=config.gradient.grad_wire,
+            alignment=slice_alignment(config),
         )
 
     def _options(self, config: Config) -> RadiusConfig:

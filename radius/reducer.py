@@ -16,6 +16,7 @@ import torch
 from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import GradBucket
 from megatron.data_parallel.layout import BucketLayout
+from megatron.data_parallel.reduce_scatter import ReduceScatterReducer
 from megatron.data_parallel.reducer import (
     GradientReducer,
     OptimizerUpdate,
@@ -27,11 +28,12 @@ from megatron.data_parallel.reducer import (
 )
 from megatron.errors import PeerError
 from megatron.parallel.tensor_shard import ModelShard
-from megatron.sparse.selection import Candidates, Selection, draw_seeded, select_largest_each
+from megatron.sparse.selection import Selection, draw_seeded
 from megatron.sparse.shard import FlatShard
 from radius.agreement import IndexChoice, hash_of
 from radius.bucket import Phase, RadiusBucket
 from radius.index import IndexPart, keeps_bits, num_selected
+from radius.part_selection import select_from_shards, select_parts
 from radius.places import find_places
 from radius.residual import RESIDUALS, Residual
 from radius.schedule import RadiusSettings, why_no_resample
@@ -46,10 +48,10 @@ class RadiusWork:
     """A reduction in progress, and the function that turns its result into the reduced gradient."""
 
     under_way: Work
-    read: Callable[[torch.Tensor], ReducedGrad]
+    read: Callable[[ReducedGrad], ReducedGrad]
 
     def wait(self) -> ReducedGrad:
-        return self.read(self.under_way.wait().values)
+        return self.read(self.under_way.wait())
 
     def drop(self) -> None:
         self.under_way.drop()
@@ -74,6 +76,8 @@ class RadiusReducer(GradientReducer):
             parameter that may be sent in part; other parameters' buckets are always sent whole.
         settings: The settings of Radius.
         model_shard: This rank's part of the model; None for a whole model.
+        sharded: Whether data-parallel ranks shard the optimizer states (ZeRO-1). Index and residual
+            are of the whole bucket all the same, since each rank has a gradient of its own.
     """
 
     def __init__(
@@ -82,12 +86,16 @@ class RadiusReducer(GradientReducer):
         entries: Mapping[str, int],
         settings: RadiusSettings,
         model_shard: ModelShard | None = None,
+        sharded: bool = False,
     ) -> None:
         super().__init__(exchange)
+        assert not (sharded and settings.schedule == "rolling" and settings.select == "update"), (
+            "updates of parts are not gathered"
+        )
         self.settings = settings
         self.model_shard = model_shard or ModelShard()
         self._entries = entries if settings.density < 1 else {}
-        self._whole = AllReduceReducer(exchange)
+        self._whole = (ReduceScatterReducer if sharded else AllReduceReducer)(exchange)
         self._own: list[RadiusBucket] = []
         self._step = StepContext(t=0)
         self._first = self._last = 0
@@ -104,6 +112,10 @@ class RadiusReducer(GradientReducer):
         places = find_places(self.model_shard, stored, layout) if buckets else {}
         bits = bool(buckets) and self._all_keep_bits(buckets[0].grad.device)
         self._own = [self._take_on(bucket, places, bits) for bucket in buckets]
+        if isinstance(self._whole, ReduceScatterReducer):
+            for own in self._own:
+                # The next residual is in the gradient's memory, or the update to select by.
+                self._whole.shard(own.bucket, lends_grad=not own.parts)
         if buckets:
             self._stats.attached()
 
@@ -178,13 +190,15 @@ class RadiusReducer(GradientReducer):
             return own.gather_all(step.loss_scale)
         return own.bucket.grad
 
-    def _received(self, own: RadiusBucket, values: torch.Tensor) -> ReducedGrad:
+    def _received(self, own: RadiusBucket, mean: ReducedGrad) -> ReducedGrad:
         if self.settings.select == "gradient" and own.phase in CHOOSING:
             # The optimizer may overwrite it before all ranks know that the step is applied.
-            own.mean = [part.clone() for part in own.of_parts(values)]
-        rest = "frozen" if own.phase is Phase.ROLLING else "zero"
-        return ReducedGrad(
-            values=values, index=own.sent, unselected=rest, steps_accumulated=own.steps_accumulated
+            own.mean = [part.clone() for part in own.of_parts(mean.values)]
+        return dataclasses.replace(
+            mean,
+            index=own.sent,
+            unselected="frozen" if own.phase is Phase.ROLLING else "zero",
+            steps_accumulated=own.steps_accumulated,
         )
 
     def wants_update(self, step: StepContext) -> bool:
@@ -272,7 +286,7 @@ class RadiusReducer(GradientReducer):
         Every rank selects the same entries. Ranks that share a tensor select together, even if they
         have no entry of a part.
         """
-        largest = self._largest([(part, each) for part, each in parts if each is not None])
+        largest = self._largest(own, [(part, each) for part, each in parts if each is not None])
         for part, each in parts:
             if not part.length:
                 continue
@@ -286,28 +300,14 @@ class RadiusReducer(GradientReducer):
             total, part.wanted, seed=seed, step=step, name=part.name, shard=part.places
         )
 
-    def _largest(self, parts: Sequence[tuple[IndexPart, torch.Tensor]]) -> dict[str, Selection]:
-        """Return the selection of the largest values of each part, by the part's name.
-
-        Parts of tensors that this rank holds alone are selected in one batch, parts of shared
-        tensors in another.
-        """
-        found: dict[str, Selection] = {}
-        model = self.model_shard
-        alone = [(part, each) for part, each in parts if model.holders(part.of) is None]
-        shared = [(part, each) for part, each in parts if model.holders(part.of) is not None]
-        for some in (alone, shared):
-            sum_bins = model.sum_bins(some[0][0].of) if some else None
-            # A rank without entries of a shared tensor must still take part in the counting.
-            held = [
-                (part, each)
-                for part, each in some
-                if part.places.total and (part.length or sum_bins is not None)
-            ]
-            tensors = [Candidates(each, part.wanted, part.places) for part, each in held]
-            selections = select_largest_each(tensors, sum_bins=sum_bins)
-            found |= {part.name: one for (part, _), one in zip(held, selections, strict=True)}
-        return found
+    def _largest(
+        self, own: RadiusBucket, parts: Sequence[tuple[IndexPart, torch.Tensor]]
+    ) -> dict[str, Selection]:
+        """Return the selection of the largest values of each part, by the part's name."""
+        # Every rank has the whole mean gradient, but only the update of its shard.
+        if own.bucket.shard is None or self.settings.select == "gradient":
+            return select_parts(parts, self.model_shard)
+        return select_from_shards(parts, own, self.model_shard, self.exchange)
 
     def _compare_choices(self) -> None:
         """Raise `PeerError` if data-parallel ranks have selected different entries.

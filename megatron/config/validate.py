@@ -356,13 +356,13 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "give --recompute-method uniform, or drop it",
     ),
     refused_pair(
-        "use_distributed_optimizer with a grad_path other than dense and samo",
+        "use_distributed_optimizer with a grad_path other than dense, samo and radius",
         lambda c: (
-            c.parallel.use_distributed_optimizer and c.gradient.grad_path not in ("dense", "samo")
+            c.parallel.use_distributed_optimizer
+            and not {"dense", "samo", "radius"}.issuperset(c.gradient.grad_path.split("+"))
         ),
-        "its error feedback or its selection needs all of a mean and of its update on each rank, "
-        "which would have a part",
-        "give --grad-path dense or samo, or drop --use-distributed-optimizer",
+        "it has no shards of a mean or of an update",
+        "give --grad-path dense, samo, radius or samo+radius, or drop --use-distributed-optimizer",
     ),
     refused_pair(
         "recompute_granularity selective with recompute_method or recompute_num_layers",

@@ -122,9 +122,10 @@ class GradBucket:
     `grad` is the 1-D accumulation buffer; entries between slices are always 0. A reducer may
     replace `grad` when it commits a step. `tp_sharded`: the parameters are sharded over the
     tensor-parallel group; `partial`: their gradients must be summed over that group; `matrix`: the
-    parameters have several axes. If optimizer states are sharded, `shard` is this rank's shard, and
-    `storage` begins with `grad` and is as long as all shards. Slices and shards begin at multiples
-    of `alignment`.
+    parameters have several axes. If optimizer states are sharded, `shard` is this rank's shard.
+    `storage` then begins with `grad`, is as long as all shards, and receives the updated values of
+    all shards; None: `grad` is needed after the update, so values are received in other memory.
+    Slices and shards begin at multiples of `alignment`.
     """
 
     index: int
@@ -150,9 +151,19 @@ class GradBucket:
         return self.grad.numel()
 
     @property
+    def lends_grad(self) -> bool:
+        """True if updated values overwrite `grad`."""
+        return self.storage is not None
+
+    @property
     def kept(self) -> Slice:
         """Positions whose master weights and moments this rank keeps."""
         return Slice(0, self.numel) if self.shard is None else self.shard.where
+
+    @property
+    def num_kept(self) -> int:
+        """Number of positions of the bucket that this rank keeps."""
+        return min(max(self.numel - self.kept.start, 0), self.kept.numel)
 
     def kept_of(self, name: str) -> Slice:
         """Return which stored entries of a parameter this rank keeps, possibly none."""

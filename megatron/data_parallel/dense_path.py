@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.data_parallel.bucket_plan import (
+    BucketClass,
     ParamShape,
     PathBytes,
     RankShapes,
@@ -78,6 +79,9 @@ class ProductPath(GradientPath):
 
     def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
         return self._layout.stored(config, params)
+
+    def lends_grad(self, config: Config, kind: BucketClass) -> bool:
+        return self._reducer.lends_grad(config, kind)
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
         layout, reducer = (path.plan_bytes(config, rank) for path in (self._layout, self._reducer))

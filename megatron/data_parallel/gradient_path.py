@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.data_parallel.bucket_plan import (
+    BucketClass,
     ParamShape,
     PathBytes,
     RankShapes,
@@ -188,6 +189,10 @@ class GradientPath:
     def stored(self, config: Any, params: Iterable[ParamShape]) -> dict[str, int]:
         """Return the number of stored entries of the whole tensor, for partly stored parameters."""
         return {}
+
+    def lends_grad(self, config: Any, kind: BucketClass) -> bool:
+        """Return `GradBucket.lends_grad` of a bucket whose optimizer states are sharded."""
+        return True
 
     def plan_bytes(self, config: Any, rank: RankShapes) -> PathBytes:
         """Return the memory of the path's own state on this rank, exact unless values decide.

@@ -100,13 +100,22 @@ class ReduceScatterReducer(AllReduceReducer):
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
         super().attach(buckets, layout)
+        for bucket in buckets:
+            self.shard(bucket)
+
+    def shard(self, bucket: GradBucket, *, lends_grad: bool = True) -> None:
+        """Give this rank its shard of the states of a bucket; a single rank keeps them whole.
+
+        `lends_grad`: updated values may overwrite the gradients. The bucket is otherwise reduced by
+        all-reduce.
+        """
         ranks = self.exchange.ranks
         if ranks == 1:
             return
-        for bucket in buckets:
-            length = shard_length(bucket.numel, ranks, bucket.alignment)
-            own = Slice(self.exchange.rank * length, length)
-            bucket.shard = BucketShard(where=own, length=ranks * length, exchange=self)
+        length = shard_length(bucket.numel, ranks, bucket.alignment)
+        own = Slice(self.exchange.rank * length, length)
+        bucket.shard = BucketShard(where=own, length=ranks * length, exchange=self)
+        if lends_grad:
             bucket.storage = bucket.grad.new_zeros(ranks * length)
             # The length must not change: it determines the order of a ring's additions.
             bucket.grad = bucket.storage[: bucket.numel]

@@ -150,7 +150,8 @@ class PiecewiseWork(Work, Protocol):
 class OptimizerUpdate:
     """The corrected update of a bucket, which overwrites the reduced gradient.
 
-    For a sparse gradient it is in the runs of the index only.
+    For a sparse gradient it is in the runs of the index only, with sharded optimizer states at the
+    positions `GradBucket.kept` only, and there is none if `GradBucket.lends_grad`.
     """
 
     slices: dict[str, Slice]

@@ -330,11 +330,13 @@ class BucketOptimizer:
     ) -> None:
         """Update one bucket; `out`, for this rank's shard, may overwrite consumed gradients."""
         reduced.wait_until(reduced.values.numel())
-        keep = self.engine.wants_update
-        assert not (keep and out is not None), "a shard's update would have no place"
+        keep = self._keeps_update(bucket)
         state = self.states[bucket.index]
         if not state.is_fp32:
             self._update_coded(bucket, reduced, factor, hyper, out)
+            return
+        if reduced.index is not None and out is not None:
+            self._update_sparse_shard(bucket, reduced.index, reduced, factor, hyper, out)
             return
         if reduced.index is not None:
             self._update_sparse(bucket, reduced.index, reduced, factor, hyper)
@@ -348,11 +350,11 @@ class BucketOptimizer:
             old_weight = weight.clone() if keep else weight
             # Batch step 11: update master weights and moments.
             self.rule.apply(weight, self._scaled(values, factor), moments, hyper)
+            if keep:
+                values.copy_(self.rule.direction(old_weight, moments, hyper))
             if out is not None:
                 out[cut].copy_(weight)
                 continue
-            if keep:
-                values.copy_(self.rule.direction(old_weight, moments, hyper))
             # Update parameters while their master weights are still in cache.
             while waiting and waiting[0][1].start + waiting[0][1].numel <= cut.stop:
                 name, where = waiting.pop(0)
@@ -394,6 +396,30 @@ class BucketOptimizer:
         for name, where in bucket.slices.items():
             self._bring_up(name, where.of(state.master))
 
+    def _keeps_update(self, bucket: GradBucket) -> bool:
+        """Return whether the update must overwrite the gradient of a bucket."""
+        return self.engine.wants_update and not bucket.lends_grad
+
+    def _update_sparse_shard(
+        self,
+        bucket: GradBucket,
+        index: SparseIndex,
+        reduced: ReducedGrad,
+        factor: float,
+        hyper: Hyper,
+        out: torch.Tensor,
+    ) -> None:
+        """Update this rank's shard of a bucket whose gradient was sent in part."""
+        assert not index.runs or not self._keeps_update(bucket), "runs are updated by bucket"
+        sparse, state = SparseGrad(index, reduced, factor), self.states[bucket.index]
+        first, length = bucket.kept.start, bucket.num_kept
+        for start in range(0, length, self._chunk):
+            cut = slice(start, min(start + self._chunk, length))
+            grad = sparse.cut(slice(first + cut.start, first + cut.stop))
+            # Batch step 11: update master weights and moments.
+            update_chunk(self.rule, [each[cut] for each in state.tensors], grad, hyper)
+            out[cut].copy_(state.master[cut])
+
     def _update_coded(
         self,
         bucket: GradBucket,
@@ -405,19 +431,19 @@ class BucketOptimizer:
         """Update a bucket whose states are not all fp32."""
         state, index = self.states[bucket.index], reduced.index
         mean = bucket.kept.of(reduced.values) if reduced.part is None else reduced.values
-        length = mean.numel() if index is None else bucket.numel
+        keep, first = self._keeps_update(bucket), bucket.kept.start
         sparse = None if index is None else SparseGrad(index, reduced, factor)
-        for name, cut in self._coded_cuts(bucket, length):
+        for name, cut in self._coded_cuts(bucket, bucket.num_kept):
             held = state.cut(cut.start, cut.stop)
             if sparse is not None:
-                grad = sparse.cut(cut)
+                grad = sparse.cut(slice(first + cut.start, first + cut.stop))
             else:
                 grad = GradChunk(self._scaled(mean[cut], factor))
             states = [vector.read() for vector in held.vectors]
-            old_weight = states[0].clone() if self.engine.wants_update else states[0]
+            old_weight = states[0].clone() if keep else states[0]
             # Batch step 11: update master weights and moments.
             update_chunk(self.rule, states, grad, hyper)
-            if self.engine.wants_update:
+            if keep:
                 update = self.rule.direction(old_weight, states[1:], hyper, grad.steps_accumulated)
                 if index is None:
                     mean[cut].copy_(update)

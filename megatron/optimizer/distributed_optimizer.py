@@ -27,8 +27,9 @@ class ShardUpdates:
     """The all-gather of updated values, overlapped with the update of the next bucket.
 
     Call `open` and `send` for each bucket in order, then `finish`. Values travel in the parameters'
-    dtype. If gradients are no narrower, the values reuse the gradients' memory: value i begins at
-    no later byte than gradient i, so no unread gradient is overwritten.
+    dtype. If gradients are no narrower and not needed any more (`GradBucket.lends_grad`), the
+    values reuse the gradients' memory: value i begins at no later byte than gradient i, so no
+    unread gradient is overwritten.
     """
 
     def __init__(self, engine: GradientEngine) -> None:
@@ -38,12 +39,12 @@ class ShardUpdates:
 
     def open(self, bucket: GradBucket) -> torch.Tensor:
         """Return the tensor to which the values of this rank's shard must be written."""
-        assert bucket.shard is not None and bucket.storage is not None
+        assert bucket.shard is not None
         dtype = self._engine.infos[bucket.names[0]].param.dtype
-        if dtype.itemsize <= bucket.storage.element_size():
+        if bucket.storage is not None and dtype.itemsize <= bucket.storage.element_size():
             parts = bucket.storage.view(dtype)[: bucket.shard.length]
         else:
-            parts = bucket.storage.new_zeros(bucket.shard.length, dtype=dtype)
+            parts = bucket.grad.new_zeros(bucket.shard.length, dtype=dtype)
         self._open = bucket, parts
         return bucket.shard.where.of(parts)
 
@@ -68,7 +69,8 @@ class ShardUpdates:
         for name, where in bucket.slices.items():
             param = self._engine.infos[name].param.detach()
             self._engine.layout.scatter(name, where.of(parts), param)
-        bucket.zero_gaps()
+        if bucket.lends_grad:
+            bucket.zero_gaps()
 
 
 @dataclass(frozen=True)

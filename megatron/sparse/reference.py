@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megatron.sparse.sizes import BLOCK
+from megatron.sparse.sizes import BINS, BLOCK, TIE_BLOCK
 from megatron.sparse.sizes import GROUP as GROUP
 from megatron.transfer import to_device
 
 if TYPE_CHECKING:
     from megatron.sparse.shard import FlatShard
 
-BINS = 1 << 16
-"""Bins of a histogram of magnitudes."""
 WORDS = BLOCK // 32
 CHUNK = 256 * 1024
 """Entries processed together: an int32 copy of a chunk stays in a CPU's cache."""
-TIE_BLOCK = 1 << 16
 MAGNITUDE = 0x7FFFFFFF
 """All bits of an fp32 number but its sign; as integers these bits are ordered by magnitude."""
 

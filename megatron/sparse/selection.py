@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from megatron.sparse import reference
-from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, TIE_BLOCK, magnitudes
+from megatron.sparse.reference import CHUNK, MAGNITUDE, magnitudes
 from megatron.sparse.shard import FlatShard
+from megatron.sparse.sizes import BINS, SAMPLE, TIE_BLOCK, TOGETHER
 from megatron.transfer import to_device
 
 SAMPLED = 61
@@ -62,16 +63,8 @@ DRAWN_BLOCK = 64
 """Entries drawn together, so that a gather copies runs; slices of a bucket align to this too."""
 FEW = 1 << 19
 """Largest number of entries for which partition beats counting on a CPU."""
-SAMPLE = 1 << 18
-"""Entries in a GPU's first sample.
-
-A sample narrows the bracket that is counted, as atomic additions to counters cost more than reading
-the entries.
-"""
 BATCH = 16
 """Tensors counted together on a GPU; counts and intermediate results take 5 MiB of each."""
-TOGETHER = 1 << 17
-"""Largest sharded tensor that is cheaper to send whole than as two histograms, in entries."""
 SumBins = Callable[[torch.Tensor], None]
 _EVERYTHING = (0, MAGNITUDE, 15)
 _NOTHING = (1, 0, 0)

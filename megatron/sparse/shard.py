@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -127,24 +128,30 @@ class FlatShard:
             moved = rows * self.row + min(within, self.row) - self.first
         return min(max(moved, 0), self.numel)
 
-    def part(self, start: int, stop: int) -> FlatShard:
-        """Return this rank's shard of the range `[start, stop)`, as if the range were the whole."""
-        low, high = self.below(start), self.below(stop)
-        if low == high:
-            return FlatShard(0, stop - start)
+    def local_part(self, first: int, stop: int) -> FlatShard:
+        """Return the shard that consists of this rank's entries `[first, stop)` only."""
+        if first == stop:
+            return FlatShard(0, self.total)
         if self.runs is not None:
             starts, places = self.runs
             ends = F.pad(starts[1:], (0, 1), value=self.numel)
-            begin, end = starts.clamp(min=low), ends.clamp(max=high)
-            moved = places + begin - starts - start
-            return self._of_runs(high - low, stop - start, begin - low, moved, end - begin)
+            begin, end = starts.clamp(min=first), ends.clamp(max=stop)
+            moved = places + begin - starts
+            return self._of_runs(stop - first, self.total, begin - first, moved, end - begin)
         if self.is_run:
-            return FlatShard(high - low, stop - start, offset=self.offset + low - start)
+            return FlatShard(stop - first, self.total, offset=self.offset + first)
         return FlatShard(
-            high - low,
-            stop - start,
-            self.row,
-            self.stride,
-            self.offset - start,
-            self.first + low,
+            stop - first, self.total, self.row, self.stride, self.offset, self.first + first
+        )
+
+    def part(self, start: int, stop: int) -> FlatShard:
+        """Return this rank's shard of the range `[start, stop)`, as if the range were the whole."""
+        inside = self.local_part(self.below(start), self.below(stop))
+        if not inside.numel:
+            return FlatShard(0, stop - start)
+        if inside.runs is not None:
+            starts, places = inside.runs
+            return FlatShard(inside.numel, stop - start, runs=(starts, places - start))
+        return dataclasses.replace(
+            inside, total=stop - start, offset=inside.offset - start, _moved={}
         )

@@ -60,6 +60,8 @@ PAIRS = [
     ("TP2xPP2", "DP4", "radius"),
     ("DP2, sharded", "TP2xPP2", "samo"),
     ("PP4", "DP2, sharded", "samo"),
+    ("DP2, sharded", "DP4", "samo+radius"),
+    ("TP4", "DP2, sharded", "radius"),
 ]
 
 

@@ -215,7 +215,7 @@ PAIRS = {
     "distributed_backend gloo with device cuda": (
         *("--distributed-backend", "gloo", "--device", "cuda"),
     ),
-    "use_distributed_optimizer with a grad_path other than dense and samo": (
+    "use_distributed_optimizer with a grad_path other than dense, samo and radius": (
         *("--use-distributed-optimizer", "--grad-path", "sparse"),
     ),
     "data_path with train_, valid_ or test_data_path": (

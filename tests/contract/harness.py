@@ -92,6 +92,14 @@ PATHS = [
     # Entries that lie far apart, or that torch has to move, are kept as a list of offsets.
     PathCase("radius", SHORT | FEW, lossless=False),
     PathCase("radius", SHORT | FEW | {"radius_schedule": "rolling"}, lossless=False),
+    PathCase("radius", SHORT, lossless=False, sharded=True),
+    PathCase("radius", SHORT | FEW, lossless=False, sharded=True),
+    PathCase(
+        "radius",
+        SHORT | {"radius_schedule": "rolling", "radius_select": "seeded"},
+        lossless=False,
+        sharded=True,
+    ),
     PathCase("samo", RANDOM),
     PathCase("samo", RANDOM, wire="int8", lossless=False, linear=False),
     # Pruned by its tenth update.
@@ -100,6 +108,7 @@ PATHS = [
     PathCase("samo", RANDOM | DSR, sharded=True),
     PathCase("samo", RANDOM | DSR, offloaded=True),
     PathCase("samo+radius", RANDOM | SHORT, lossless=False),
+    PathCase("samo+radius", RANDOM | SHORT, lossless=False, sharded=True),
     PathCase("radius", SHORT, lossless=False, linear=False, wire="bf16"),
     PathCase("samo+radius", RANDOM | SHORT, lossless=False, linear=False, wire="bf16"),
     # Pruned after its fifth update, so that the eighth is the first resample.
@@ -145,7 +154,7 @@ class Toy:
             dtype = grad_dtype  # Gradients are at least as wide as parameters.
         self.infos = [_info(name, shape, dtype) for name, shape in SHAPES.items()]
         parts = GRADIENT_PATHS[case.name].build(config_of(case), self.infos, groups, saved)
-        if case.sharded:
+        if scatter is not None:
             config = config_of(case)
             reducer = ReduceScatterReducer(
                 open_exchange(config, groups),

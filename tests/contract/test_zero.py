@@ -26,12 +26,16 @@ from megatron.optimizer.distributed_optimizer import StateSlice, fill, pieces
 from megatron.optimizer.update_rules import SGD, AdamW
 from megatron.parallel.groups import ProcessGroups
 from megatron.parallel.tensor_shard import TensorShard
+from megatron.sparse import selection
 from pretrain_gpt import GRADIENT_PATHS
 from samo.layout import CompressedLayout
+from tests.contract.grid import GridToy
 from tests.contract.harness import (
     EARLY_BIRD,
+    FEW,
     RANDOM,
     SHAPES,
+    SHORT,
     PathCase,
     Toy,
     config_of,
@@ -44,6 +48,12 @@ DENSE = PathCase("dense")
 SAMO = PathCase("samo", RANDOM)
 TICKET = PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 1})
 """An early-bird ticket that is pruned after its fifth update."""
+RADIUS = PathCase("radius", SHORT)
+OFFSETS = PathCase("radius", SHORT | FEW)
+"""An index whose entries lie far apart is a list of offsets."""
+DRAWN_ROLLING = PathCase(
+    "radius", SHORT | {"radius_schedule": "rolling", "radius_select": "seeded"}
+)
 FP32: dict[str, Any] = {"dtype": torch.float32, "grad_dtype": torch.float32}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
 BF16_REDUCED = {"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
@@ -146,6 +156,15 @@ def on_rank_trajectory(
         (SAMO, BF16, {"rule": SGD(momentum=0.9, nesterov=True, coupled=True)}),
         (SAMO, BF16_REDUCED, {}),
         (TICKET, BF16, {}),
+        (RADIUS, FP32, {}),
+        (RADIUS, FP32, {"clip": 0.0}),
+        (RADIUS, BF16, {"rule": SGD(momentum=0.9)}),
+        (RADIUS, BF16_REDUCED, {}),
+        (OFFSETS, FP32, {}),
+        (PathCase("radius", SHORT | {"radius_residual": "none"}), BF16, {}),
+        (PathCase("radius", SHORT | {"radius_select": "gradient"}), FP32, {}),
+        (PathCase("radius", {"radius_density": 1.0}), FP32, {}),
+        (PathCase("samo+radius", RANDOM | SHORT), BF16, {}),
     ],
 )
 @pytest.mark.parametrize("world", [2, 4])
@@ -179,6 +198,59 @@ def test_scattered_parts_make_the_same_run(
         finite = [pair for pair in found["norms"] if pair[0] == pair[0]]
         assert len(finite) == 15 and all(a == pytest.approx(b, rel=1e-6) for a, b in finite)
         assert all(plain == ours for plain, ours in found["zeros"])
+
+
+# ---- selection ----------------------------------------------------------------------------------
+
+
+def on_rank_selected(groups: ProcessGroups, case: PathCase, together: int) -> list[Any]:
+    """Run Radius on TP 2 x DP 2, unsharded and sharded; return what differs in any step."""
+    on_pairs = grid(groups, tp=2)
+    pair = GridToy(on_pairs, case), GridToy(on_pairs, sharded(case))
+    found: list[Any] = []
+    before, selection.TOGETHER = selection.TOGETHER, together
+    try:
+        for number in range(13):
+            for toy in pair:
+                toy.step(toy.share(number), clip_norm=1.0)
+            plain, ours = (toy.engine.stats(full=True) for toy in pair)
+            assert plain.extra == ours.extra and plain.density == ours.density
+            for each in ("whole_tensors", "weights"):
+                one, other = ([state[-1] for state in getattr(t.optimizer, each)()] for t in pair)
+                found += [
+                    n for n, (a, b) in enumerate(zip(one, other, strict=True)) if (a != b).any()
+                ]
+            found += same(pair[0].shared(), pair[1].shared())
+            found += same(pair[0].own(), pair[1].own())
+    finally:
+        selection.TOGETHER = before
+    assert any(name.startswith("index/") for name in pair[1].shared())
+    return found
+
+
+@pytest.mark.parametrize("together", [0, 1 << 17], ids=["counted", "sent whole"])
+@pytest.mark.parametrize("case", [RADIUS, OFFSETS], ids=["bitmap", "offsets"])
+def test_owners_of_shards_select_what_all_would(
+    ranks: Ranks, case: PathCase, together: int
+) -> None:
+    """Tensors are shared by tensor-parallel ranks, too, or lie in the shard of one rank."""
+    assert ranks.run(4, on_rank_selected, case, together) == [[]] * 4
+
+
+def on_rank_lent(groups: ProcessGroups) -> dict[bool, dict[bool, bool]]:
+    found = {}
+    for density in (1.0, 0.4):
+        case = PathCase("radius", SHORT | {"radius_density": density}, sharded=True)
+        toy = Toy(groups, case, **BF16)
+        lends = {bucket.matrix: bucket.lends_grad for bucket in toy.engine.buckets}
+        found[density == 1.0] = lends
+    return found
+
+
+def test_gradients_that_hold_a_residual_are_not_lent(ranks: Ranks) -> None:
+    """Without a residual, states are sharded as on the dense path, without other memory."""
+    expected = {True: {True: True, False: True}, False: {True: False, False: True}}
+    assert ranks.run(2, on_rank_lent) == [expected] * 2
 
 
 # ---- bytes --------------------------------------------------------------------------------------

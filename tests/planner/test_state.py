@@ -52,6 +52,8 @@ CASES = {
     "zero": (4, f"--use-distributed-optimizer --bf16 {PP}"),
     "samo": (4, f"{SAMO} --bf16 {PP} --grad-reduce-in-bf16"),
     "radius": (4, f"--grad-path radius {RADIUS} --bf16 {PP}"),
+    "radius zero": (2, f"--grad-path radius {RADIUS} --bf16 --use-distributed-optimizer"),
+    "both zero": (2, f"{SAMO} --grad-path samo+radius {RADIUS} --use-distributed-optimizer"),
     "radius cut": (4, f"--grad-path radius {RADIUS} --bf16 {TP}"),
     "rolling": (4, f"--grad-path radius {RADIUS} --radius-schedule rolling {PP}"),
     "topk": (4, f"--grad-path topk --topk-density 0.1 --bf16 {TP} --topk-start-iter 3"),

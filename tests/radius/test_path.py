@@ -11,6 +11,7 @@ import pytest
 from megatron.config import GPTConfig, parse, resolve, to_yaml
 from megatron.errors import ConfigError
 from megatron.sparse.shard import FlatShard
+from megatron.sparse.sizes import counted_bytes
 from pretrain_gpt import GRADIENT_PATHS
 from radius.index import IndexPart, num_selected
 from radius.path import RadiusConfig, RadiusPath
@@ -109,6 +110,10 @@ def test_a_density_outside_its_range_is_refused(density: str) -> None:
         ("--optimizer sgd --sgd-weight-decay coupled", "give --sgd-weight-decay decoupled"),
         ("--optimizer sgd --sgd-nesterov", "without --sgd-nesterov, or another --grad-path"),
         ("--grad-wire int8", "give --grad-wire bf16, or --grad-wire-feedback false"),
+        (
+            "--radius-schedule rolling --use-distributed-optimizer",
+            "give --radius-select seeded or gradient, or --radius-schedule paper",
+        ),
         ("--fp16 --radius-schedule rolling", "give --accumulate-allreduce-grads-in-fp32"),
     ],
 )
@@ -130,6 +135,9 @@ def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> No
         "--grad-wire int4 --grad-wire-feedback false",
         "--radius-schedule rolling --optimizer sgd --adam-beta1 0",
         "--radius-start-iter 0 --radius-interval 1",
+        "--use-distributed-optimizer",
+        "--use-distributed-optimizer --radius-schedule rolling --radius-select seeded",
+        "--use-distributed-optimizer --radius-schedule rolling --radius-select gradient",
         "--exp-avg-dtype int8 --exp-avg-sq-dtype int8",
         "--radius-schedule rolling --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
         "--radius-schedule rolling --optimizer sgd --exp-avg-sq-dtype fp32",
@@ -245,3 +253,29 @@ def test_planned_traffic_counts_each_kind_of_step(schedule: str, resamples: int)
     dense, resample, sparse = (each.bytes_sent(2) for each in found)
     assert dense == resample == 4 * (BUCKET + 128)
     assert sparse == 4 * (128 + 409 + (schedule == "rolling") * 31)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_planned_traffic_of_sharded_states(device: str) -> None:
+    schedule = "--radius-interval 20 --radius-start-iter 30"
+    flags = f"{schedule} --use-distributed-optimizer --device {device}"
+    found = RadiusPath().plan_traffic(read(flags), rank_of(SHAPES, ranks=2, device=device))
+    dense, resample, sparse = (each.bytes_sent(2) for each in found)
+    gathered = 4 * (64 + 576)
+    # A GPU scatters the bucket that is always sent whole.
+    vectors = 4 * (64 if device == "cuda" else 128)
+    assert dense == vectors + 4 * BUCKET + gathered
+    assert sparse == vectors + 4 * 409 + gathered
+    # Two small matrices are sent whole, and half of the index.
+    assert resample == dense + 4 * (1000 + 21) + 576 // 8
+    drawn = RadiusPath().plan_traffic(
+        read(f"{flags} --radius-select seeded"), rank_of(SHAPES, ranks=2, device=device)
+    )
+    assert [each.bytes_sent(2) for each in drawn] == [dense, dense, sparse]
+
+
+def test_large_tensors_are_counted_in_passes() -> None:
+    histogram = 8 * (2**16 + 1)
+    assert counted_bytes(2**17, "cuda") == [4 * 2**17]
+    assert counted_bytes(2**17 + 1, "cpu") == [histogram] * 2
+    assert counted_bytes(2**22 + 1, "cuda") == [histogram] * 4 + [8 * 65, 8 * 2**16]

@@ -38,7 +38,7 @@ STARTS = (
     "--lr-warmup-fraction=0.1 --lr-warmup-iters=1", "--train-samples=8", "--min-lr=1",
     "--samo-sparsity=0.5", "--grad-path=samo --samo-pruning=file",
     "--grad-path=radius --radius-start-iter=1 --radius-start-fraction=0.5",
-    "--grad-path=radius --use-distributed-optimizer", "--grad-path=radius --radius-density=1.5",
+    "--grad-path=topk --use-distributed-optimizer", "--grad-path=radius --radius-density=1.5",
     "--recompute-method=block", "--profile --profile-step-start=5 --profile-step-end=5",
     "--max-position-embeddings=8", "--load={folder}/missing", "--load={folder}/damaged",
     "--load={folder}/run --num-layers=3", "--run-dir=", "--config={folder}/missing.yaml",

@@ -56,6 +56,8 @@ def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, path: s
 
 NEXT_TO_NOTHING = {
     "radius": "--radius-density 0.00001 --radius-interval 3 --radius-start-iter 2",
+    "radius --use-distributed-optimizer": "--radius-density 0.00001 --radius-interval 3 "
+    "--radius-start-iter 2",
     "samo": "--samo-sparsity 0.9999 --samo-pruning random",
     "samo --use-distributed-optimizer": "--samo-sparsity 0.9999 --samo-pruning random",
     "samo+radius": "--samo-sparsity 0.999 --samo-pruning random --radius-density 0.1 "

@@ -13,6 +13,7 @@ from tests.ranks import Ranks, grid
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
 
 SHARED = "--use-distributed-optimizer"
+RADIUS = "--grad-path radius --radius-density 0.3 --radius-interval 3 --radius-start-iter 2"
 PRUNED = "--grad-path samo --samo-sparsity 0.5 --samo-pruning random --dsr-interval 1"
 
 
@@ -25,8 +26,15 @@ def on_rank(groups: ProcessGroups, tp: int, flags: str, run_dir: Path) -> dict[s
     [
         (2, 1, f"--fp16 --initial-loss-scale 1024 {PRUNED} --log-interval 1"),
         (4, 2, "--bf16 --sequence-parallel --swiglu"),
+        (2, 1, f"--bf16 {RADIUS} --exp-avg-dtype bf16 --exp-avg-sq-dtype int8"),
+        (4, 2, RADIUS),
     ],
-    ids=["dp2, pruned, rewired, fp16", "tp2 x dp2, bf16"],
+    ids=[
+        "dp2, pruned, rewired, fp16",
+        "tp2 x dp2, bf16",
+        "dp2, radius, coded",
+        "tp2 x dp2, radius",
+    ],
 )
 def test_states_that_are_shared_out_change_no_bit(
     ranks: Ranks, tmp_path: Path, world: int, tp: int, flags: str

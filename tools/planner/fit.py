@@ -112,9 +112,9 @@ class Search:
         while size > 1:
             size //= 2
             yield {"micro_batch_size": size}
+        if dims.dp > 1 and {"dense", "samo", "radius"}.issuperset(path.split("+")):
+            yield {"use_distributed_optimizer": True}
         if path in ("dense", "samo"):
-            if dims.dp > 1:
-                yield {"use_distributed_optimizer": True}
             yield {"optimizer_cpu_offload": True}
         if dims.tp > 1 and not config.parallel.sequence_parallel:
             yield {"sequence_parallel": True}
