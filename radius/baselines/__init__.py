@@ -1,3 +1,1 @@
-"""The baselines of Radius: naive top-k (section 6.5 of the paper), PowerSGD, low-rank plus sparse,
-and round-robin.
-"""
+"""The baselines of Radius: top-k (section 6.5 of the paper), PowerSGD, and two of our own."""
