@@ -120,7 +120,7 @@ def test_a_dropped_step_is_sent_again_and_counts_for_nothing() -> None:
 
 
 def test_steps_that_are_counted_from_1_again_still_have_their_c() -> None:
-    """As with `--no-load-optim`: residuals are loaded, t is not."""
+    """The case of `--no-load-optim`: residuals are loaded, t is not."""
     infos = infos_of(SHAPES)
     first, second = (RoundRobinReducer(infos, Exchange(ALONE), interval=INTERVAL) for _ in range(2))
     first.attach([bucket := bucket_of(infos)])
