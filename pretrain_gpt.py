@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.data_parallel.dense_path import DensePath, ProductPath
 from megatron.data_parallel.gradient_path import GradientPath
+from megatron.data_parallel.local_steps import DilocoPath
 from megatron.pretrain import leave, pretrain
 from megatron.tasks.gpt import GPTTask
 from radius.baselines.powersgd_path import PowerSGDPath
@@ -35,6 +36,7 @@ GRADIENT_PATHS: dict[str, GradientPath] = {
         ProductPath(_SAMO, _RADIUS),
         TopKPath(),
         PowerSGDPath(),
+        DilocoPath(),
     )
 }
 """Gradient paths by the value of `--grad-path`. A new path is one file and one entry here."""
