@@ -16,6 +16,7 @@ from megatron.parallel.groups import ProcessGroups
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS
 from tests.ranks import Ranks, grid
+from tests.tasks.toy import TOY, TOY_TASK
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
 RUN = f"{TINY} {NO_DROPOUT} --log-interval 1 --eval-interval 4"
@@ -259,6 +260,68 @@ def test_a_replica_that_skips_too_many_steps_ends_the_run_on_all_ranks(
     flags = f"{LOCAL} --max-skipped-steps 2"
     for _, _, error in ranks.run(2, on_rank_skips, flags, tmp_path, {5, 6}):
         assert "2 steps in a row" in error and "step 6" in error
+
+
+def on_rank_spoilt(
+    groups: ProcessGroups, flags: str, run_dir: Path
+) -> tuple[int, dict[str, float], int]:
+    """Return the counters of this rank's replica in a run that another start left."""
+    trainer = make_trainer(groups, flags, run_dir)
+    found = trainer.optimizer.applied, trainer.scaler.state(), trainer.progress.skipped_in_row
+    trainer.metrics.close()
+    trainer.engine.detach()
+    return found
+
+
+def test_each_replica_resumes_with_its_own_updates_and_loss_scale(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    flags = f"{LOCAL} --fp16 --initial-loss-scale 1024 --hysteresis 1 --min-loss-scale 512"
+    ranks.run(2, on_rank_skips, f"{flags} --exit-interval 3", tmp_path, {2, 3})
+    (applied, scaler, row), (own_applied, own_scaler, own_row) = ranks.run(
+        2, on_rank_spoilt, flags, tmp_path
+    )
+    assert (applied, scaler["scale"], scaler["clean_steps"], row) == (3, 1024, 3, 0)
+    # The first skip halves the scale, and the second, at the lowest scale, is counted.
+    assert (own_applied, own_scaler["scale"], own_scaler["clean_steps"]) == (1, 512, 0)
+    assert own_row == 1
+
+
+@pytest.mark.parametrize("left_at", [3, 4])
+def test_batch_norm_statistics_stay_equal_where_one_replica_skips(
+    ranks: Ranks, tmp_path: Path, left_at: int
+) -> None:
+    """Image 20 is in step 2, and in the batch of one replica."""
+    flags = (
+        f"{TOY} --grad-path diloco --local-steps 4 --eval-interval 4 --poisoned-image 20 "
+        "--check-weight-hash-across-dp-replicas-interval 4"
+    )
+    whole = ranks.run(2, train, flags, tmp_path / "whole", TOY_TASK)
+    ranks.run(2, train, f"{flags} --exit-interval {left_at}", tmp_path / "parts", TOY_TASK)
+    parts = ranks.run(2, train, flags, tmp_path / "parts", TOY_TASK)
+    assert differing(whole, parts) == []
+    assert sorted(found["applied"] for found in whole) == [7, 8]
+    first, second = (found["buffers"] for found in whole)
+    assert first and all(torch.equal(each, second[name]) for name, each in first.items())
+
+
+def on_rank_broken_anchor(groups: ProcessGroups, flags: str, run_dir: Path) -> str:
+    trainer = make_trainer(groups, flags, run_dir)
+    trainer.train_step()
+    trainer._compare_replicas()
+    if groups.dp.rank == 1:
+        assert trainer.engine.local_steps is not None
+        trainer.engine.local_steps.anchors[0].weights[0] += 1
+    with pytest.raises(NumericsError) as caught:
+        trainer._compare_replicas()
+    trainer.metrics.close()
+    trainer.engine.detach()
+    return str(caught.value)
+
+
+def test_anchors_that_drift_apart_are_found_inside_a_round(ranks: Ranks, tmp_path: Path) -> None:
+    for text in ranks.run(2, on_rank_broken_anchor, LOCAL, tmp_path):
+        assert "replicas have drifted apart" in text
 
 
 # ---- refused settings ----------------------------------------------------------------------------
