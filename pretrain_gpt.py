@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.data_parallel.dense_path import DensePath, ProductPath
 from megatron.data_parallel.gradient_path import GradientPath
+from megatron.data_parallel.local_steps import DilocoPath
 from megatron.pretrain import leave, pretrain
 from megatron.tasks.gpt import GPTTask
 from radius.baselines.lowrank_sparse_path import LowRankSparsePath
@@ -39,6 +40,7 @@ GRADIENT_PATHS: dict[str, GradientPath] = {
         PowerSGDPath(),
         LowRankSparsePath(),
         RoundRobinPath(),
+        DilocoPath(),
     )
 }
 """Gradient paths by the value of `--grad-path`. A new path is one file and one entry here."""

@@ -48,7 +48,8 @@ class TrainState:
     `iteration` counts all steps; `applied_samples` counts samples of applied steps only, and
     schedules follow it, so that a skipped step does not advance them. `skipped_in_row` is the
     current number of skipped steps in a row for `--max-skipped-steps`; `losses` has the latest
-    losses if loss spikes are skipped.
+    losses if loss spikes are skipped. With local steps, a replica may skip a step that others
+    apply: `applied_samples` counts all steps, and `skipped_in_row` those of this rank's replica.
     """
 
     iteration: int = 0
@@ -116,6 +117,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.total_iterations = self.config.total_iterations()
+        self._is_local = self.engine.local_steps is not None
+        self._replicas_skipped = 0
         self._began = time.monotonic()
 
     @property
@@ -218,7 +221,7 @@ class Trainer:
     def _guard(self) -> None:
         """Raise `NumericsError`, on every rank, if further training would hide wrong numbers."""
         limit = self.config.training.max_skipped_steps
-        if self.progress.skipped_in_row >= limit:
+        if self._most_skipped_in_row() >= limit:
             error = NumericsError(
                 f"{limit} steps in a row were skipped, up to step {self.progress.iteration}: their "
                 "gradients were not finite or their losses too far out; nothing is saved, the last "
@@ -230,10 +233,23 @@ class Trainer:
         if interval and self.progress.iteration % interval == 0:
             self._compare_replicas()
 
+    def _most_skipped_in_row(self) -> int:
+        """Return the number of steps in a row that a replica skipped, the largest of all replicas.
+
+        Collective over the world if replicas skip steps on their own and one skipped the last step.
+        """
+        mine = self.progress.skipped_in_row
+        if not self._replicas_skipped:
+            return mine
+        most = torch.tensor([mine])
+        self.groups.world.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most.item())
+
     def _compare_replicas(self) -> None:
-        compare_replicas(
-            self.optimizer, self.groups, step=self.progress.iteration, buffers=self.buffers
-        )
+        with self.optimizer.shared_weights():
+            compare_replicas(
+                self.optimizer, self.groups, step=self.progress.iteration, buffers=self.buffers
+            )
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -271,6 +287,7 @@ class Trainer:
             means = [] if loss_last else self._means_over_ranks(sums, counted)
             self.pipeline.settle()
         good = self._is_good(step, math.nan if loss_last else means[0])
+        self._replicas_skipped = step.replicas_skipped
         num_zeros = self._num_zeros(step)
         self.heartbeat.at("optimizer")
         with self.timers("optimizer", level=1):
@@ -280,10 +297,14 @@ class Trainer:
                 self.engine.commit(step)
                 self.buffers.commit()
                 self.optimizer.rewire()
-                progress.applied_samples += batch_size
             else:
                 self.engine.abort()
                 self.buffers.abort()
+                if self._is_local:
+                    self.buffers.commit()  # Other replicas may have applied the step.
+            self.optimizer.end_step(progress.iteration)
+            if good or self._is_local:
+                progress.applied_samples += batch_size
             self.scaler.update(overflow=not step.ok)
             if loss_last:
                 means = self._means_over_ranks(sums, counted)
@@ -324,7 +345,8 @@ class Trainer:
             unit=self.measures.unit,
             bytes_sent=stats.bytes_sent,
             density=stats.density,
-            skipped=not good,
+            # The loss is a mean over all replicas.
+            skipped=not good or step.replicas_skipped > 0,
             loss_scale=loss_scale,
             global_batch_size=batch_size,
             peak_memory_bytes=peak_memory_bytes(self.device),
@@ -334,9 +356,12 @@ class Trainer:
             params_norm=self._params_norm(),
             timers=self._timings(),
             wait_seconds=stats.wait_seconds,
-            path=stats.extra,
+            path={**stats.extra, **self._replica_counts(step)},
             axis_bytes=self._bytes_sent(),
         )
+
+    def _replica_counts(self, step: Step) -> dict[str, float]:
+        return {"replicas_skipped": step.replicas_skipped} if self._is_local else {}
 
     def _is_good(self, step: Step, loss: float) -> bool:
         """Decide from numbers that all ranks share whether to apply the step.
@@ -398,14 +423,15 @@ class Trainer:
         self.stage.train(False)
         total = torch.zeros(len(self.measures.sums), dtype=torch.float64, device=self.device)
         counted, batch_size = 0, self.config.training.global_batch_size or 0
-        for number in range(iterations):
-            self.heartbeat.at("evaluate")
-            batches = list(reader.read(number * batch_size, batch_size))
-            counted += self._count(batches)
-            total += self.pipeline.forward(batches, iteration=self.progress.iteration)
-            request = self._agree_on(self._pending(), tag=number)
-            if request.leaves:
-                break
+        with self.optimizer.shared_weights():
+            for number in range(iterations):
+                self.heartbeat.at("evaluate")
+                batches = list(reader.read(number * batch_size, batch_size))
+                counted += self._count(batches)
+                total += self.pipeline.forward(batches, iteration=self.progress.iteration)
+                request = self._agree_on(self._pending(), tag=number)
+                if request.leaves:
+                    break
         self.stage.train(True)
         if not request.leaves:
             means = self._means_over_ranks(total, counted)

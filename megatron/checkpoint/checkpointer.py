@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ from megatron.parallel.groups import ProcessGroups
 from megatron.training import TrainState
 
 T = TypeVar("T")
+REPLICAS = "replicas"
+"""Key of the counters that each replica of a run with local steps has alone."""
 
 
 class Background(Generic[T]):
@@ -247,13 +250,28 @@ class Checkpointer:
         self.metrics.log(f"saved checkpoint {written.path} in {written.seconds:.1f} s")
 
     def _json(self, progress: TrainState) -> dict[str, Any]:
+        """Return the state that is no tensor. Collective if replicas take local steps."""
         return {
+            **self._of_replicas(progress),
             "progress": dataclasses.asdict(progress),
             "applied_updates": self.optimizer.applied,
             "loss_scaler": self.scaler.state(),
             "identity": self.identity,
             "data_files": self.data_files,
             "schedule": schedule(self.config),
+        }
+
+    def _of_replicas(self, progress: TrainState) -> dict[str, Any]:
+        """Return the counters of each replica that takes local steps, by data-parallel rank."""
+        if self.engine.local_steps is None:
+            return {}
+        mine = {
+            "applied_updates": self.optimizer.applied,
+            "loss_scaler": self.scaler.state(),
+            "skipped_in_row": progress.skipped_in_row,
+        }
+        return {
+            REPLICAS: [json.loads(each) for each in self.groups.dp.all_gather_str(json.dumps(mine))]
         }
 
     # ---- loading -------------------------------------------------------------------------------
@@ -282,6 +300,8 @@ class Checkpointer:
                 if not weights_only:
                     self._announce_learning_rate(saved)
         progress = TrainState() if weights_only else TrainState(**saved.state["progress"])
+        if not weights_only and (mine := self._own_counters(saved)):
+            progress.skipped_in_row = int(mine["skipped_in_row"])
         self.groups.world.raise_on_all_ranks(lambda: self._check_rest(progress, origin))
         self.metrics.log(f"loaded checkpoint {origin.path} of step {saved.step}")
         return progress
@@ -363,8 +383,15 @@ class Checkpointer:
                 "so that these states are encoded again: the run goes on equal up to rounding"
             )
         if not fresh_moments:
-            self.optimizer.applied = int(saved.state["applied_updates"])
-            self.scaler.load(saved.state["loss_scaler"])
+            state = self._own_counters(saved) or saved.state
+            self.optimizer.applied = int(state["applied_updates"])
+            self.scaler.load(state["loss_scaler"])
+
+    def _own_counters(self, saved: Checkpoint) -> Mapping[str, Any]:
+        """Return the counters of this rank's replica; empty if the checkpoint is of no such one."""
+        replicas = saved.state.get(REPLICAS, [])
+        is_same = self.engine.local_steps is not None and len(replicas) == self.groups.dp.size
+        return replicas[self.groups.dp.rank] if is_same else {}
 
     def _goes_on(self, saved: Checkpoint, own: bool) -> bool:
         """Return whether the gradient path loads its saved state; if not, it starts empty."""

@@ -10,6 +10,7 @@ share that work.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -167,6 +168,9 @@ PATH, ENTRIES, RESIDUAL, MASK = "path/", "entries/", "residual/", "mask/"
 ranks. `RESIDUAL`: one value per entry on each data-parallel rank. `MASK`: the stored entries of a
 parameter.
 """
+REPLICA = "replica/"
+"""Prefix of states that each replica of a run with local steps has alone: moments and, inside a
+round, weights. The weights without the prefix are then the anchor, which all replicas share."""
 BUFFER = "buffer/"
 """Prefix of the model's buffers in a checkpoint; each buffer is saved whole."""
 _OLD_INDEX = f"{PATH}index/"
@@ -206,6 +210,8 @@ class RunStateDict:
                 yield from part.make()
         if self.optimizer.is_sharded:
             yield from self._kept(pruned, moments)
+        for shard in self._of_replica(pruned, moments):
+            yield of_rank(shard, data_parallel_rank=dp.rank, data_parallel_size=dp.size)
         shared = dict(self.engine.shared_tensors())
         for name, state in self.engine.reducer.state_tensors():
             if self.engine.model_shard.owns(self.engine.infos[name]):
@@ -218,7 +224,7 @@ class RunStateDict:
         A parameter that is stored in part has its mask saved once, and the stored entries of its
         weight and moments.
         """
-        for kind, name, state in self.optimizer.vectors():
+        for kind, name, state in self._vectors():
             info = self.engine.infos[name]
             held = self._held(info, pruned)
             if not self.engine.model_shard.owns(info):
@@ -244,6 +250,29 @@ class RunStateDict:
         for name, tensor in plain.items():
             if name in first:
                 yield _RankPart(name, tensor.nbytes, partial(_whole, name, tensor))
+
+    def _vectors(self) -> Iterator[tuple[str, str, StateVector]]:
+        """Yield the states of the optimizer that data-parallel ranks have in common."""
+        local = self.engine.local_steps
+        for kind, name, state in self.optimizer.vectors():
+            if local is None:
+                yield kind, name, state
+            elif kind == PARAM:
+                bucket, where = self.engine.place(name)
+                anchor = where.of(local.anchors[bucket.index].weights)
+                yield kind, name, dataclasses.replace(state, values=anchor)
+
+    def _of_replica(self, pruned: set[str], moments: bool) -> Iterator[LocalShard]:
+        """Yield the states that this replica has alone, if replicas take local steps."""
+        if (local := self.engine.local_steps) is None:
+            return
+        for kind, name, state in self.optimizer.vectors():
+            info = self.engine.infos[name]
+            bucket, _ = self.engine.place(name)
+            is_saved = local.anchors[bucket.index].is_left if kind == PARAM else moments
+            if is_saved and self.engine.model_shard.owns(info):
+                held = self._held(info, pruned)
+                yield from _shards(held, f"{REPLICA}{kind}/{name}", held.stored(state.values))
 
     def _kept(self, pruned: set[str], moments: bool) -> Iterator[LocalShard]:
         """Yield this rank's shards of weights and moments that data-parallel ranks share out."""
@@ -338,18 +367,26 @@ class RunStateDict:
         for kind, name, state in self.optimizer.vectors():
             if kind != PARAM and not moments:
                 continue
+            held = LocalParameter(self.engine.infos[name], self.engine.layout, pruned=False)
+            if kind != PARAM and f"{REPLICA}{kind}/{name}" in stored:
+                encode(self.engine, name, state, self._of_replicas(saved, kind, held))
+                continue
             if f"{kind}/{name}" not in stored:
                 raise CheckpointError(
                     f"{saved.path}: has no {kind}/{name}: it was saved without optimizer state or "
                     "by another optimizer; give --load and --no-load-optim to start that from "
                     "nothing"
                 )
-            held = LocalParameter(self.engine.infos[name], self.engine.layout, pruned=False)
             if not self._take_as_is(saved, kind, held, state):
                 encode(self.engine, name, state, _decoded(saved, kind, held))
                 # fp32 has every number of the other formats.
                 encoded |= set() if state.is_fp32 else {kind}
         return encoded
+
+    def _of_replicas(self, saved: Checkpoint, kind: str, held: LocalParameter) -> torch.Tensor:
+        """Read this replica's own state; the mean of all where the run has others, or none."""
+        ranks = 0 if self.engine.local_steps is None else self.groups.dp.size
+        return held.read_own(saved, f"{REPLICA}{kind}/{held.info.name}", self.groups.dp.rank, ranks)
 
     def _take_as_is(
         self, saved: Checkpoint, kind: str, held: LocalParameter, state: StateVector
@@ -378,6 +415,28 @@ class RunStateDict:
     def take_path(self, saved: Checkpoint) -> None:
         """Load the state of the gradient path. Collective over the world."""
         self.groups.world.raise_on_all_ranks(lambda: self._take_path(saved))
+        self.groups.world.raise_on_all_ranks(lambda: self._take_round(saved))
+
+    def _take_round(self, saved: Checkpoint) -> None:
+        """Load the weights that this replica had inside a round of local steps."""
+        if (local := self.engine.local_steps) is None:
+            return
+        for name in saved.names(f"{REPLICA}{PARAM}/"):
+            if (held := self._part_of(name)) is None:
+                continue
+            replicas, here = saved.shape(name)[0], self.groups.dp.size
+            if replicas != here:
+                raise CheckpointError(
+                    f"{saved.path}: was saved inside a round of local steps, in which its "
+                    f"{replicas} replicas differ, and this run has {here}; resume on {replicas} "
+                    "data-parallel ranks to the end of a round, or give --load, "
+                    "--reset-grad-state and a new --run-dir to start from the last average"
+                )
+            bucket, where = self.engine.place(held.info.name)
+            master = where.of(self.optimizer.states[bucket.index].master)
+            fill(self.engine, held.info.name, master, self._of_replicas(saved, PARAM, held))
+            local.anchors[bucket.index].is_left = True
+        self.optimizer.bring_up()
 
     def _take_path(self, saved: Checkpoint) -> None:
         if saved.names(_OLD_INDEX):

@@ -280,11 +280,16 @@ class PlannedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """The name, the number and the collectives of steps with equal traffic."""
+    """The name, the number and the collectives of steps with equal traffic.
+
+    Every bucket has a collective, of 0 bytes if nothing is sent. `overlaps`: collectives may begin
+    during backward.
+    """
 
     name: str
     steps: int
     sent: Sequence[PlannedCollective]
+    overlaps: bool = True
 
     def bytes_sent(self, ranks: int) -> int:
         """Return the bytes that this rank sends to its data-parallel group in one step."""

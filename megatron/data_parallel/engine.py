@@ -32,6 +32,7 @@ from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.held_gradients import HeldGradients, Slot
 from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.norm import may_overflow, reach, sum_of_squares
+from megatron.data_parallel.outer_step import LocalReducer
 from megatron.data_parallel.reducer import (
     OptimizerUpdate,
     PerEntryState,
@@ -62,11 +63,16 @@ class _Term(NamedTuple):
 
 
 class _Vote(NamedTuple):
-    """The ranks' agreement; `unbounded` if sums of the finite gradients might not be finite."""
+    """The ranks' agreement; `unbounded` if sums of the finite gradients might not be finite.
+
+    `finite` is about the ranks that skip a step together, which are those of a replica if replicas
+    take local steps, else all ranks. `skipped` counts such sets of ranks that skip the step.
+    """
 
     finite: bool
     request: int
     unbounded: bool
+    skipped: int
 
 
 class GradientEngine:
@@ -81,6 +87,9 @@ class GradientEngine:
     reducer does. All ranks of the world must then construct the engine together: votes get
     connections of their own, since a vote must not queue behind gradients. Slices and shards begin
     at multiples of `alignment`.
+
+    `local_steps` is the reducer if each replica (copy of the model) applies its own gradients, else
+    None. Then each replica accepts or skips a step on its own.
     """
 
     def __init__(
@@ -102,6 +111,7 @@ class GradientEngine:
         self._alignment = alignment
         self._growth = parts.reducer.overflow_bound if stream else None
         self._voters = _apart(groups.world) if self.streams else groups.world
+        self.local_steps = parts.reducer if isinstance(parts.reducer, LocalReducer) else None
         self._handles = [
             leaf.register_post_accumulate_grad_hook(partial(self.accumulate, info.name))
             for info in infos
@@ -193,21 +203,29 @@ class GradientEngine:
         self._pending = [0] * len(self.buckets)
         self._finishing = True
         self._launch_full()
-        finite, request, unbounded = self._agree(tag, request)
-        if not finite:
+        vote = self._agree(tag, request)
+        replicas_skipped = 0 if self.local_steps is None else vote.skipped
+        if not vote.finite:
             for work in self._work:
                 work.drop()
-            none = StreamedGrads(self._take, 0)
-            return Step(ok=False, norm=math.nan, factor=0.0, request=request, reduced=none)
+            return Step(
+                ok=False,
+                norm=math.nan,
+                factor=0.0,
+                request=vote.request,
+                reduced=StreamedGrads(self._take, 0),
+                replicas_skipped=replicas_skipped,
+            )
         step = Step(
             ok=True,
             norm=math.nan,
             factor=1.0 / self._context.loss_scale,
-            request=request,
+            request=vote.request,
             reduced=StreamedGrads(self._take, len(self._work)),
             arriving=True,
+            replicas_skipped=replicas_skipped,
         )
-        if self.streams and not (clip_norm > 0.0 or unbounded):
+        if self.streams and not (clip_norm > 0.0 or vote.unbounded):
             self._arriving = step
             return step
         self._await(step)
@@ -379,22 +397,26 @@ class GradientEngine:
     def _agree(self, tag: int, request: int) -> _Vote:
         """Batch step 8: vote on finite and bounded gradients, and find the largest request."""
         reached = torch.stack(self._reached)
-        numbers = [0.0, tag, -tag, request, 0.0]
+        # Each replica that takes steps of its own has its own flag for non-finite gradients.
+        flags, mine = 1, 0
+        if self.local_steps is not None:
+            flags, mine = self.groups.dp.size, self.groups.dp.rank
+        numbers = [tag, -tag, request, 0.0, *[0.0] * flags]
         vote = to_device(torch.tensor(numbers, dtype=torch.float64), reached.device)
-        vote[0] = ~torch.isfinite(reached).all()
+        vote[4 + mine] = ~torch.isfinite(reached).all()
         if self._growth is not None:
             ranks = self.groups.dp.size
             dtype = self._grad_dtype
-            vote[4] = may_overflow(reached.max(), dtype, overflow_bound=self._growth, ranks=ranks)
+            vote[3] = may_overflow(reached.max(), dtype, overflow_bound=self._growth, ranks=ranks)
             vote = vote.cpu()  # the voters' connections are gloo
         self._voters.all_reduce(vote, dist.ReduceOp.MAX, about="vote")
-        bad_anywhere, newest, oldest, most_urgent, unbounded = vote.tolist()
+        newest, oldest, most_urgent, unbounded, *bad = vote.tolist()
         if newest != -oldest:
             raise PeerError(
                 f"ranks are out of step: this rank is at step {tag}, others between "
                 f"{int(-oldest)} and {int(newest)}; a collective was skipped or repeated"
             )
-        return _Vote(not bad_anywhere, int(most_urgent), bool(unbounded))
+        return _Vote(not bad[mine], int(most_urgent), bool(unbounded), int(sum(bad)))
 
     def _take(self, number: int) -> ReducedGrad:
         """Batch step 9: wait for the mean of a bucket, and add its share to the norm."""

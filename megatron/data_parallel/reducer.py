@@ -312,6 +312,9 @@ class Step:
     `reduced` has the reduced gradients by bucket, none if a gradient was not finite. `arriving`:
     the step is ok, but sums may still be in progress; `norm` is NaN until `commit` or `abort` of
     the engine.
+
+    With local steps (`--grad-path diloco`) `ok`, `norm` and `factor` are those of this rank's copy
+    of the model, and `replicas_skipped` is the number of copies whose step is not ok.
     """
 
     ok: bool
@@ -320,3 +323,4 @@ class Step:
     request: int = 0
     reduced: ReducedGrads
     arriving: bool = False
+    replicas_skipped: int = 0

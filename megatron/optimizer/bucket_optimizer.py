@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -143,6 +144,27 @@ class BucketOptimizer:
                 updates.send()
         updates.finish()
 
+    def end_step(self, iteration: int) -> None:
+        """Average the replicas' weights if a round of local steps ends with this attempted step.
+
+        Every rank calls this method after each step, applied or skipped. Collective over the
+        data-parallel group.
+        """
+        if (local := self.engine.local_steps) is not None:
+            self._bring_up_buckets(local.end_step(iteration, self._masters()))
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Hold in the context, on every rank, the weights that data-parallel ranks have in common.
+
+        Inside a round of local steps these are the anchor; otherwise nothing changes.
+        """
+        self._swap_anchors()
+        try:
+            yield
+        finally:
+            self._swap_anchors()
+
     def rewire(self) -> None:
         """Let the mask updater change the layout, after a step was applied and committed.
 
@@ -231,7 +253,15 @@ class BucketOptimizer:
         return self.engine.buckets[0].shard is not None
 
     def loaded(self) -> None:
-        """Update the parameters that are not views of the master weights, which were written to.
+        """Begin to train with the master weights, which were written to.
+
+        For sharded states this is collective over the data-parallel group.
+        """
+        self._begin_rounds()
+        self.bring_up()
+
+    def bring_up(self) -> None:
+        """Write the master weights to the parameters that are not views of them.
 
         For sharded states this is collective over the data-parallel group.
         """
@@ -250,6 +280,22 @@ class BucketOptimizer:
                 updates.send()
         updates.finish()
 
+    def _bring_up_buckets(self, buckets: Iterable[GradBucket]) -> None:
+        for bucket in buckets:
+            for name, where in bucket.slices.items():
+                self._bring_up(name, where.of(self.states[bucket.index].master))
+
+    def _masters(self) -> list[torch.Tensor]:
+        return [state.master for state in self.states]
+
+    def _begin_rounds(self) -> None:
+        if (local := self.engine.local_steps) is not None:
+            local.start(self._masters())
+
+    def _swap_anchors(self) -> None:
+        if (local := self.engine.local_steps) is not None:
+            self._bring_up_buckets(local.swap(self._masters()))
+
     def _open(self) -> None:
         """Allocate states for the engine's buckets: the initial weights, and moments of zero."""
         self._states = [self._allocate(bucket) for bucket in self.engine.buckets]
@@ -257,6 +303,7 @@ class BucketOptimizer:
             for name, kind, state in self._slices(bucket):
                 if kind == PARAM:
                     self._bind(name, state.values)
+        self._begin_rounds()
         self._size_scratch()
 
     def _bind(self, name: str, flat: torch.Tensor) -> None:

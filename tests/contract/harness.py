@@ -49,7 +49,8 @@ class PathCase:
     sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other.
     `sharded`: with `--use-distributed-optimizer`; `offloaded`: with `--optimizer-cpu-offload`, so
     that steps arrive bucket by bucket; `predivided`: with `--predivide-loss`, which is up to who
-    makes the gradients; `wire`: `--grad-wire`."""
+    makes the gradients; `wire`: `--grad-wire`; `local`: its ranks are replicas that take local
+    steps, to which contracts 2 and 11 do not apply, and of which each skips a step on its own."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class PathCase:
     offloaded: bool = False
     predivided: bool = False
     wire: str | None = None
+    local: bool = False
 
 
 SHORT = {"radius_interval": 4, "radius_start_iter": 2}
@@ -69,6 +71,8 @@ EARLY_BIRD = {"samo_pruning": "early-bird", "samo_sparsity": 0.5, "samo_early_bi
 """Settings of an early-bird ticket that is the fifth draw."""
 LOWRANK = {"lowrank_rank": 2, "lowrank_density": 0.02}
 DSR = {"dsr_interval": 2, "dsr_fraction": 0.1, "dsr_threshold": 0.1, "dsr_until": 95}
+FRAGMENTS = {"local_steps": 9, "local_fragments": 3, "outer_lr": 1.0, "outer_momentum": 0.0}
+"""The outer step is a mean of weights, as one dense step is of replicas with equal gradients."""
 PATHS = [
     PathCase("dense"),
     PathCase("dense", offloaded=True),
@@ -120,6 +124,9 @@ PATHS = [
     PathCase("powersgd", {"powersgd_rank_share": 0.15}, lossless=False, linear=False),
     PathCase("lowrank+sparse", LOWRANK, lossless=False, linear=False),
     PathCase("roundrobin", {"roundrobin_interval": 3}, lossless=False),
+    PathCase("diloco", {"local_steps": 4}, linear=False, local=True),
+    PathCase("diloco", FRAGMENTS, linear=False, local=True),
+    PathCase("diloco", {"local_steps": 4}, linear=False, local=True, wire="int8"),
 ]
 WORLDS = [1, 2, 4]
 
@@ -200,12 +207,13 @@ class Toy:
         return self.engine.finish(tag=self.steps if tag is None else tag, clip_norm=clip_norm)
 
     def apply(self, step: Step) -> None:
-        if not step.ok:
+        if step.ok:
+            self.optimizer.step(step, lr=self.lr, weight_decay=self.weight_decay)
+            self.engine.commit(step)
+            self.optimizer.rewire()
+        else:
             self.engine.abort()
-            return
-        self.optimizer.step(step, lr=self.lr, weight_decay=self.weight_decay)
-        self.engine.commit(step)
-        self.optimizer.rewire()
+        self.optimizer.end_step(self.steps)
 
     def step(
         self,
@@ -273,6 +281,9 @@ class Toy:
             found[f"{kind}/{name}"] = tensor.clone()
         found |= {f"reducer/{name}": tensor for name, tensor in self.own().items()}
         found |= {f"shared/{name}": tensor for name, tensor in self.shared().items()}
+        if (local := self.engine.local_steps) is not None:
+            for anchor in local.anchors:
+                found[f"anchor/{anchor.bucket.index}"] = anchor.weights.clone()
         for name in SHAPES:
             found[f"mask/{name}"] = self.exists(name).clone()
         return found

@@ -70,6 +70,8 @@ class HidingReducer(SpyReducer):
 
 every_path = pytest.mark.parametrize("case", PATHS, ids=case_id)
 every_linear_path = pytest.mark.parametrize("case", [c for c in PATHS if c.linear], ids=case_id)
+every_shared_path = pytest.mark.parametrize("case", [c for c in PATHS if not c.local], ids=case_id)
+"""Paths whose ranks have equal weights and skip steps together."""
 every_world = pytest.mark.parametrize("world", WORLDS)
 
 
@@ -137,7 +139,7 @@ def sent_as(case: PathCase, name: str) -> torch.dtype:
     return torch.bfloat16 if is_rounded else torch.float32
 
 
-@every_path
+@every_shared_path
 @every_world
 @pytest.mark.parametrize(
     ("scale", "dtype"),
@@ -307,7 +309,7 @@ def on_rank_bad_step(
     return found | {"after": same(toy.state(), other.state())}
 
 
-@every_path
+@every_shared_path
 @every_world
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["first.weight", "norm.weight", TIED])
@@ -332,7 +334,7 @@ def on_rank_hidden(groups: ProcessGroups, case: PathCase, value: float) -> tuple
     return step.ok, same(before, toy.state())
 
 
-@every_path
+@every_shared_path
 @every_world
 @pytest.mark.parametrize("value", [math.nan, 1e25])
 def test_4_what_a_path_does_not_send_counts_too(
@@ -452,8 +454,13 @@ WIRE_ROUNDING = {"bf16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}
 
 @pytest.mark.parametrize(
     "case",
-    # Radius may select other entries of other roundings.
-    [c for c in PATHS if not (c.wire in WIRE_ROUNDING and "radius" in c.name)],
+    # Radius may select other entries of other roundings. Fragments consist of buckets.
+    [
+        c
+        for c in PATHS
+        if not (c.wire in WIRE_ROUNDING and "radius" in c.name)
+        and "local_fragments" not in c.options
+    ],
     ids=case_id,
 )
 def test_7_another_bucketing_changes_rounding_only(ranks: Ranks, case: PathCase) -> None:
@@ -493,7 +500,7 @@ def on_rank_equal_state(groups: ProcessGroups, case: PathCase, dtype: torch.dtyp
     return {k: v for k, v in toy.state().items() if not k.startswith("reducer/")}
 
 
-@every_path
+@every_shared_path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 4])
 def test_2_replicas_stay_bit_equal(
@@ -527,7 +534,7 @@ def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[
     return same(through.state(), second.state())
 
 
-@every_path
+@every_shared_path
 @every_world
 @pytest.mark.parametrize("left_at", range(1, 12, 2))
 def test_10_saved_and_resumed_equals_uninterrupted(

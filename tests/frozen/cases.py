@@ -18,7 +18,8 @@ TABLE = FOLDER / "expected.json"
 
 WORLD = 2
 SAVED_AT, STEPS = 5, 7
-"""Step 5 lies inside an interval of Radius, so residuals are not zero."""
+"""Step 5 lies inside an interval of Radius, so residuals are not zero, and ends a round of local
+steps, so that other numbers of replicas may go on."""
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 24 "
     "--make-vocab-size-divisible-by 4 --mock-data --micro-batch-size 1 --global-batch-size 4 "
@@ -36,6 +37,7 @@ RUNS = {
     "powersgd": "--grad-path powersgd --powersgd-rank 2 --powersgd-start-iter 2",
     "lowrank-sparse": "--grad-path lowrank+sparse --lowrank-rank 2 --lowrank-start-iter 2",
     "roundrobin": "--grad-path roundrobin --roundrobin-interval 3 --roundrobin-start-iter 2",
+    "diloco": "--grad-path diloco --local-steps 5",
     "zero": "--use-distributed-optimizer",
     "offload": "--bf16 --optimizer-cpu-offload --offload-bucket-size 500",
 }

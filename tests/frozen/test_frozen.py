@@ -34,8 +34,9 @@ from tests.frozen.cases import (
 from tests.ranks import Ranks
 
 EXPECTED: Expected = json.loads(TABLE.read_text(encoding="utf-8"))
-BASELINES = ("topk", "powersgd", "lowrank-sparse")
-"""Each rank compresses its own gradient, so that losses depend on the number of ranks."""
+BY_RANK = ("topk", "powersgd", "lowrank-sparse", "diloco")
+"""Each rank compresses its own gradient or takes steps of its own, so that losses depend on the
+number of ranks."""
 
 
 def test_every_gradient_path_has_a_frozen_checkpoint() -> None:
@@ -64,7 +65,7 @@ def test_its_configuration_is_that_of_the_same_flags(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["radius", "radius-rolling", "samo-radius", *BASELINES, "roundrobin"]
+    "name", ["radius", "radius-rolling", "samo-radius", *BY_RANK, "roundrobin"]
 )
 def test_residuals_are_in_it(name: str) -> None:
     with Checkpoint.open(checkpoint_of(FOLDER / name)) as saved:
@@ -90,7 +91,7 @@ def test_training_goes_on(ranks: Ranks, tmp_path: Path, name: str, world: int) -
     if name == "offload":
         # Kinds of CPUs differ in whether they round the products of bf16 numbers to bf16.
         tolerance = 1e-3
-    if world != WORLD and name in BASELINES:
+    if world != WORLD and name in BY_RANK:
         tolerance = 0.05
     assert list(losses.values()) == pytest.approx(EXPECTED[name]["losses"], rel=tolerance)
 

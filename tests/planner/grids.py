@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.config import GPTConfig, parse, resolve
+from megatron.data_parallel.outer_step import LocalReducer
 from megatron.memory_estimate import RankGrid
 from megatron.optimizer.cpu_offload import OffloadedOptimizer
 from megatron.parallel.dims import ParallelDims
@@ -147,6 +148,10 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
     if isinstance(reducer, FeedbackReducer):
         buffers = (*reducer._residual.values(), *reducer.offered.values())
         found["residual"] = sum(tensor.nbytes for tensor in buffers)
+    if isinstance(reducer, LocalReducer):
+        velocities = [a.velocity for a in reducer.anchors if a.velocity is not None]
+        found["anchor"] = sum(anchor.weights.nbytes for anchor in reducer.anchors)
+        found["outer momentum"] = sum(velocity.nbytes for velocity in velocities)
     if isinstance(reducer, PowerSGDReducer):
         found["warm start"] = sum(tensor.nbytes for tensor in reducer.q.values())
     return found | ({"index": index} if index else {})

@@ -43,6 +43,8 @@ CASES = {
     "samo kept": (2, f"{SAMO} --bf16 {TP} --samo-keep-embeddings"),
     "offloaded": (2, f"{SAMO} --bf16 --optimizer-cpu-offload --offload-bucket-size 512 "
                   "--ddp-bucket-size none"),
+    "local steps": (2, "--grad-path diloco --local-steps 4 --outer-momentum 0"),
+    "fragments": (4, f"--grad-path diloco --local-steps 4 --local-fragments 2 --bf16 {PP}"),
     "samo zero": (2, f"{SAMO} --use-distributed-optimizer --bf16"),
     "both": (2, f"{SAMO} --grad-path samo+radius {RADIUS} --bf16"),
     "sequence": (4, f"{TP} --sequence-parallel --bf16 {FULL}"),

@@ -194,7 +194,7 @@ def play(
 
 def collective_seconds(sent: PlannedCollective, link: Link, ranks: int) -> float:
     """Return the seconds of one collective over `ranks` data-parallel ranks."""
-    if ranks == 1:
+    if ranks == 1 or not sent.nbytes:
         return 0.0
     rounds = 2 if sent.kind == "all-reduce" else 1
     return link.ring(sent.bytes_sent(ranks), ranks, rounds=rounds)
@@ -219,7 +219,7 @@ def after_backward(
 ) -> AfterBackward:
     """Return the time after backward in a step of this kind; buckets are sent as they fill."""
     link, ranks = site.link(grid.dims, "dp"), grid.dims.dp
-    overlaps = grid.config.parallel.overlap_grad_reduce
+    overlaps = grid.config.parallel.overlap_grad_reduce and step.overlaps
 
     def ready(number: int, share: float, free: float) -> float:
         bucket = rank.buckets[number]

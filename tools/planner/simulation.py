@@ -170,7 +170,9 @@ class _Reduction:
 
     def _reduce(self, stage: int, found: list[SimulatedEvent]) -> BucketSums:
         """Return the collectives of one stage, and append the events of reductions to `found`."""
-        rank, overlaps = self._setting.ranks[stage], self._grid.config.parallel.overlap_grad_reduce
+        rank = self._setting.ranks[stage]
+        step = self._grid.path.plan_traffic(self._grid.config, rank)[self._kind]
+        overlaps = self._grid.config.parallel.overlap_grad_reduce and step.overlaps
 
         def ready(number: int, share: float, free: float) -> float:
             bucket = rank.buckets[number]
@@ -184,8 +186,7 @@ class _Reduction:
                 return self._over(stage)
             return self._ready(stage, share)
 
-        sent = self._grid.path.plan_traffic(self._grid.config, rank)[self._kind].sent
-        sums = play_sums(rank, sent, ready=ready, takes=self._takes)
+        sums = play_sums(rank, step.sent, ready=ready, takes=self._takes)
         for each, start, stop in sums.done:
             found.append(SimulatedEvent(stage, "reduce", f"{each.kind} {each.bucket}", start, stop))
         return sums

@@ -1,0 +1,246 @@
+"""The reducer of local steps, and the outer step that averages replicas.
+
+replica 0   anchor --> step --> step --> weights --+
+                                                   +-- mean of (anchor - weights) -- outer SGD
+replica 1   anchor --> step --> step --> weights --+              |
+              ^                                                   |
+              +------------- anchor of the next round <-----------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron.data_parallel.all_reduce import TransferWork
+from megatron.data_parallel.bucket import GradBucket, Slice
+from megatron.data_parallel.exchange import Exchange, Transfer
+from megatron.data_parallel.layout import BucketLayout
+from megatron.data_parallel.reducer import (
+    GradientReducer,
+    PerEntryState,
+    ReducerStats,
+    StepContext,
+    Work,
+)
+from megatron.data_parallel.rounds import Rounds
+from megatron.data_parallel.wire_feedback import WireFeedback
+
+MOMENTUM = "outer_momentum/"
+"""Prefix of the outer optimizer's momentum among the state of the path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterSGD:
+    """SGD with Nesterov momentum, as torch's, whose gradient is the mean of anchor - weights."""
+
+    lr: float
+    momentum: float
+
+    @property
+    def is_mean(self) -> bool:
+        """True if the new anchor is the mean of the replicas' weights."""
+        return self.lr == 1 and not self.momentum
+
+    def apply(
+        self, anchor: torch.Tensor, difference: torch.Tensor, velocity: torch.Tensor | None
+    ) -> None:
+        """Move the anchor in place; `velocity` is None without momentum.
+
+        All tensors are fp32 [n]; `difference` is overwritten.
+        """
+        if velocity is not None:
+            velocity.mul_(self.momentum).add_(difference)
+            difference.add_(velocity, alpha=self.momentum)
+        anchor.sub_(difference, alpha=self.lr)
+
+
+class Anchor:
+    """The weights of a bucket from which all replicas began their round, fp32, with gaps of 0.
+
+    Attributes:
+        bucket: The bucket.
+        fragment: The fragment of the model that the bucket belongs to.
+        weights: The anchor, as long as the bucket; equal on all data-parallel ranks.
+        velocity: Momentum of the outer optimizer; None without momentum.
+        feedback: What an encoded wire lost of earlier differences, if it is kept.
+        is_left: Whether the replicas have taken steps since the anchor was set.
+    """
+
+    def __init__(
+        self, bucket: GradBucket, fragment: int, *, momentum: bool, feedback: WireFeedback | None
+    ) -> None:
+        self.bucket, self.fragment, self.feedback = bucket, fragment, feedback
+        self.weights = torch.zeros_like(bucket.grad, dtype=torch.float32)
+        self.velocity = torch.zeros_like(self.weights) if momentum else None
+        self.is_left = False
+
+    @property
+    def scratch(self) -> torch.Tensor:
+        """An fp32 tensor as long as the bucket: between steps, the memory of its gradients."""
+        grad = self.bucket.grad
+        return grad if grad.dtype == torch.float32 else torch.empty_like(self.weights)
+
+
+class LocalReducer(GradientReducer):
+    """Reducer that gives each replica its own gradient, and averages weights at a round's end.
+
+    Args:
+        exchange: Collectives over data-parallel ranks, one of each replica.
+        rounds: The steps after which fragments are averaged.
+        outer: The outer optimizer.
+        entries: Number of entries of each parameter on this rank, without padding.
+        keeps_rounding: Keep what an encoded wire loses of matrices, and send it in the next round.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        rounds: Rounds,
+        outer: OuterSGD,
+        entries: Mapping[str, int],
+        keeps_rounding: bool = False,
+    ) -> None:
+        super().__init__(exchange)
+        self.anchors: list[Anchor] = []
+        self._rounds, self._outer, self._entries = rounds, outer, entries
+        self._keeps_rounding = keeps_rounding
+        self._averaged = 0
+
+    def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
+        self.anchors = [
+            Anchor(
+                bucket,
+                self._rounds.fragment_of(bucket.index, len(buckets)),
+                momentum=self._outer.momentum > 0,
+                feedback=self._feedback(bucket),
+            )
+            for bucket in buckets
+        ]
+
+    def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
+        return TransferWork(bucket.grad, None)
+
+    # ---- rounds --------------------------------------------------------------------------------
+
+    @property
+    def is_mid_round(self) -> bool:
+        """True if replicas differ from an anchor."""
+        return any(anchor.is_left for anchor in self.anchors)
+
+    def start(self, weights: Sequence[torch.Tensor]) -> None:
+        """Begin all rounds at these master weights, fp32, one for each bucket."""
+        for anchor, weight in zip(self.anchors, weights, strict=True):
+            anchor.weights.copy_(weight)
+            anchor.is_left = False
+
+    def end_step(self, iteration: int, weights: Sequence[torch.Tensor]) -> list[GradBucket]:
+        """Average the fragments whose rounds end with the attempted step `iteration`.
+
+        Moves their anchors, and sets this replica's master `weights` to them, in place; gradients
+        of the step are lost. Collective over the data-parallel ranks.
+
+        Returns:
+            The buckets whose weights were set.
+        """
+        ended, sent = [], []
+        for anchor, weight in zip(self.anchors, weights, strict=True):
+            anchor.is_left = not self._rounds.ends(anchor.fragment, iteration)
+            if not anchor.is_left:
+                ended.append((anchor, weight))
+                sent.append(self._send(anchor, weight))
+        for (anchor, weight), transfer in zip(ended, sent, strict=True):
+            self._receive(anchor, weight, transfer)
+        self._averaged += sum(anchor.bucket.numel for anchor, _ in ended)
+        return [anchor.bucket for anchor, _ in ended]
+
+    def swap(self, weights: Sequence[torch.Tensor]) -> list[GradBucket]:
+        """Exchange anchors and this replica's weights in place, where they differ.
+
+        Returns:
+            The buckets whose weights changed.
+        """
+        found = []
+        for anchor, weight in zip(self.anchors, weights, strict=True):
+            if anchor.is_left:
+                held = weight.clone()
+                weight.copy_(anchor.weights)
+                anchor.weights.copy_(held)
+                found.append(anchor.bucket)
+        return found
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    def shared_tensors(self) -> Iterator[tuple[str, PerEntryState]]:
+        for anchor in self.anchors:
+            if anchor.velocity is not None:
+                for name, where in self._slices(anchor.bucket):
+                    values = partial(where.of, anchor.velocity)
+                    yield f"{MOMENTUM}{name}", PerEntryState(param=name, values=values)
+
+    def state_tensors(self) -> Iterator[tuple[str, PerEntryState]]:
+        for anchor in self.anchors:
+            if anchor.feedback is not None:
+                yield from anchor.feedback.states()
+
+    def load_state_tensors(
+        self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
+    ) -> None:
+        for anchor in self.anchors:
+            if anchor.feedback is not None:
+                anchor.feedback.load(own)
+            if anchor.velocity is not None:
+                for name, where in self._slices(anchor.bucket):
+                    where.of(anchor.velocity).copy_(shared[f"{MOMENTUM}{name}"])
+
+    def stats(self, *, full: bool = False) -> ReducerStats:
+        sent, waited = self.exchange.take_counters()
+        averaged, self._averaged = self._averaged, 0
+        entries = sum(anchor.bucket.numel for anchor in self.anchors)
+        density = averaged / entries if entries else 0.0
+        return ReducerStats(bytes_sent=sent, wait_seconds=waited, density=density)
+
+    # ---- internals -----------------------------------------------------------------------------
+
+    def _feedback(self, bucket: GradBucket) -> WireFeedback | None:
+        # A single rank encodes nothing, but may load what several ranks kept.
+        is_kept = self._keeps_rounding and bucket.matrix
+        return WireFeedback(bucket, self._entries) if is_kept else None
+
+    def _sends_weights(self, anchor: Anchor) -> bool:
+        """Return whether the weights themselves are averaged, which saves them a rounding."""
+        owes = anchor.feedback is not None and anchor.feedback.is_pending
+        return self._outer.is_mean and self.exchange.is_exact and not owes
+
+    def _send(self, anchor: Anchor, weight: torch.Tensor) -> Transfer:
+        """Start to average what the replicas send of a bucket."""
+        values, lost, feedback = anchor.scratch, None, anchor.feedback
+        if self._sends_weights(anchor):
+            values.copy_(weight)
+            return self.exchange.mean(values)
+        torch.sub(anchor.weights, weight, out=values)
+        if feedback is not None:
+            lost = feedback.join(values, 1.0)
+            if self.exchange.ranks == 1:
+                lost.zero_()  # nothing is encoded
+        return self.exchange.mean(values, matrix=anchor.bucket.matrix, lost=lost)
+
+    def _receive(self, anchor: Anchor, weight: torch.Tensor, transfer: Transfer) -> None:
+        """Wait for the mean, move the anchor, and begin the next round there."""
+        mean = transfer.wait()
+        if self._sends_weights(anchor):
+            anchor.weights.copy_(mean)
+        else:
+            self._outer.apply(anchor.weights, mean, anchor.velocity)
+            if anchor.feedback is not None:
+                anchor.feedback.keep()
+        weight.copy_(anchor.weights)
+
+    def _slices(self, bucket: GradBucket) -> Iterator[tuple[str, Slice]]:
+        """Yield the entries of each parameter, without padding."""
+        for name, where in bucket.slices.items():
+            yield name, Slice(where.start, min(where.numel, self._entries[name]))
