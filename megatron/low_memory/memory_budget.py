@@ -78,8 +78,8 @@ class Candidate:
 
     @property
     def changes_numbers(self) -> bool:
-        """Whether the run rounds its states in another way than the given configuration."""
-        return any(name in FORMATS for name in self.changes)
+        """Whether the run computes other numbers: from other microbatches, or 16-bit states."""
+        return any(name in ("micro_batch_size", *FORMATS) for name in self.changes)
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,13 @@ class BudgetSearch:
             order=parallel.rank_order,
         )
         ranks = (dims.rank(Coordinates(tp=0, dp=0, pp=stage)) for stage in range(dims.pp))
-        return [
-            plan(config, dims, self.path, rank=rank, vocabularies=self.vocabularies)
-            for rank in ranks
-        ]
+        try:
+            return [
+                plan(config, dims, self.path, rank=rank, vocabularies=self.vocabularies)
+                for rank in ranks
+            ]
+        except ConfigError as error:
+            raise ConfigError(f"memory_budget: {error}; leave it out") from None
 
 
 def within_budget(
@@ -259,7 +262,7 @@ def describe_choice(search: BudgetSearch) -> str:
         f"{show_bytes(chosen.peak)} instead of {show_bytes(given.peak)} and {more:.1%} more FLOPs"
     )
     if chosen.changes_numbers:
-        line += "; states in 16 bits change the numbers of the run"
+        line += "; smaller microbatches and 16-bit states change the numbers of the run"
     return line
 
 
