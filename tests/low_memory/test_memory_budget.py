@@ -294,6 +294,21 @@ def test_the_planned_peak_of_a_choice_agrees_with_the_tracked_one(part: float) -
     assert columns["tracked"].total == pytest.approx(chosen.peak, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    ["", *(f"--recompute-granularity {name}" for name in ("no-norm", "ops"))]
+    + [
+        f"--recompute-granularity {name} --recompute-num-layers {count}"
+        for name in ("residual", "residual-star")
+        for count in (1, 2)
+    ],
+)
+def test_planned_peaks_of_a_wide_resnet_agree_with_tracked_ones(strategy: str) -> None:
+    flags = f"--num-layers 16 --width-factor 2 --micro-batch-size 8 {strategy}"
+    columns = vision(flags, columns=["planned", "tracked"]).columns
+    assert columns["planned"].total == pytest.approx(columns["tracked"].total, rel=0.05)
+
+
 # ---- runs ----------------------------------------------------------------------------------------
 
 RUN = (
