@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.config import Config, parse, resolve, to_yaml
 from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.bucket_plan import bucket_elements
 from megatron.data_parallel.gradient_path import GradientPath, PathParts
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, PeerError
 from megatron.fault_tolerance.exit_signals import ExitSignals
@@ -43,6 +44,7 @@ from megatron.launch import (
 )
 from megatron.metrics import check_trackers, cut_metrics
 from megatron.run_dir import (
+    CONFIG,
     announce,
     finish,
     keep_config,
@@ -73,13 +75,6 @@ usage: pretrain_{task}.py --config {example} [--FLAG VALUE ...]
        a YAML file, flags under Megatron-LM's names, or both; a flag wins over the file
        --dry-run checks everything and prints the configuration; --help lists all flags
        several ranks: {variables}RANKS_PER_NODE=4 CONFIG=FILE scripts/launch.sh
-"""
-
-LEAST_BUCKET_ELEMENTS = 40_000_000
-BUCKET_ELEMENTS_PER_RANK = 1_000_000
-"""Megatron's default bucket size is the larger of these two.
-
-Each rank's share of a bucket is then long enough for the network to reach its bandwidth.
 """
 
 
@@ -124,6 +119,10 @@ def _pretrain(
             return ConfigError.exit_code
         config = resolve(parse(argv, paths=paths, task=task.config), launch.world_size)
         check_trackers(config.logging)
+        if config.training.memory_budget is not None:
+            config = apply_budget(task, paths, config, launch.world_size)
+            if config.run.dry_run and launch.rank == 0:
+                print(f"note: {config.notices[-1]}", file=sys.stderr)
         if config.run.dry_run:
             if launch.rank == 0 and config.run.check_paths:
                 check_files(task, paths, config)
@@ -147,6 +146,34 @@ def usage(config: type[Config]) -> str:
     """Return the usage text for a start without arguments."""
     variables = "" if config.task == "gpt" else f"ENTRY=pretrain_{config.task}.py "
     return USAGE.format(task=config.task, example=config.example, variables=variables)
+
+
+def apply_budget(task: Task, paths: Paths, config: Config, world_size: int) -> Config:
+    """Return the configuration that `--memory-budget` chooses, with a notice of the choice.
+
+    Every rank computes it alone, from the same files. A run that is resumed keeps the choice of its
+    saved configuration.
+
+    Raises:
+        ConfigError: Nothing fits, or the memory of the model is not planned.
+    """
+    from megatron.checkpoint.find import locate_checkpoint
+    from megatron.low_memory.memory_budget import vocabularies_of, within_budget
+
+    run_dir, saved = name_run_dir(config), None
+    if (run_dir / CONFIG).is_file():
+        origin = locate_checkpoint(config, run_dir, log=lambda line: None, look=True)
+        if origin is not None and origin.own:
+            saved = parse(["--config", str(run_dir / CONFIG)], paths=paths, task=task.config)
+    if saved is not None and saved.training.memory_budget is None:
+        saved = None
+    return within_budget(
+        config,
+        paths[config.gradient.grad_path],
+        world=world_size,
+        vocabularies=vocabularies_of(config),
+        saved=saved,
+    )
 
 
 def check_files(task: Task, paths: Paths, config: Config) -> None:
@@ -560,14 +587,3 @@ def build_parts(
             lambda: stack.enter_context(opened(origin, config, identity))
         )
         return groups.world.raise_on_all_ranks(lambda: path.build(config, infos, groups, start))
-
-
-def bucket_elements(config: Config, data_parallel_size: int) -> int:
-    """Return the entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default.
-
-    With an offloaded optimizer it is AxoNN's k x bsize (`OffloadConfig.chunk`).
-    """
-    if config.offload.optimizer_cpu_offload:
-        return config.offload.chunk
-    default = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * data_parallel_size)
-    return config.parallel.ddp_bucket_size or default

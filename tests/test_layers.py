@@ -18,6 +18,7 @@ LAYERS = (
     ("training", "fault_tolerance", "checkpoint.checkpointer", "checkpoint.compatibility")
     + ("run_dir", "metrics", "report", "profiling", "memory_estimate", "preflight"),
     ("pretrain", "tasks", "low_memory.planned_memory", "low_memory.dry_run")
+    + ("low_memory.recomputed_flops", "low_memory.memory_budget")
     + ("low_memory.ledger", "low_memory.ledger_report", "low_memory.paper_accounting"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
@@ -55,9 +56,11 @@ WITHOUT_TORCH = (
     "megatron.memory_estimate",
     "megatron.data_parallel.bucket_plan",
     "megatron.low_memory.checkpoint_interval",
+    "megatron.low_memory.memory_budget",
     "megatron.low_memory.operation_graph",
     "megatron.low_memory.paper_accounting",
     "megatron.low_memory.planned_memory",
+    "megatron.low_memory.recomputed_flops",
     "megatron.low_memory.strategies",
     "radius.memory",
     "radius.baselines.message_bytes",

@@ -1,7 +1,7 @@
 """Predict memory, traffic, time and disk space of a run before it starts.
 
     python tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X]
-        [--json] [--paper] [FLAGS OF pretrain_gpt.py]
+        [--json] [--paper] [--picture FILE] [FLAGS OF pretrain_gpt.py]
 
 Needs neither GPU nor torch. `--site`: a file in scripts/site with the machine's rates; `--gpu`: one
 of its kinds of GPU; `--efficiency`: share of the GPU's peak that forward and backward reach.
@@ -9,6 +9,9 @@ Without `--world-size` one copy of the model is planned. `--paper` also prints t
 memory model; the paper's measurements are printed with every plan of the model that it measured.
 State is counted as it is allocated, activations as autograd saves them, messages as transports keep
 them; time is estimated by a model.
+
+With `--memory-budget`, a flag of the run, the settings that some budget chooses are printed in
+place of the plan, with planned peaks of the memory ledger and FLOPs. `--picture` draws them.
 
 Exit code 0 also if the model does not fit, 2 for wrong settings.
 """
@@ -28,11 +31,14 @@ sys.path.insert(0, str(REPO))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import GPTConfig, parse  # noqa: E402
+from megatron.config.gpt import check_vocabulary  # noqa: E402
 from megatron.data.vocabulary import data_prefixes, find_vocabulary  # noqa: E402
+from megatron.data_parallel.bucket_plan import bucket_elements  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
-from megatron.pretrain import bucket_elements  # noqa: E402
+from megatron.low_memory.memory_budget import BudgetSearch  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from samo.memory import comparison, equations  # noqa: E402
+from tools.planner.budget import draw_front, front_data, front_lines  # noqa: E402
 from tools.planner.fit import Search, Way  # noqa: E402
 from tools.planner.plan import Plan  # noqa: E402
 from tools.planner.report import as_data, lines_of, stages_lines, ways_lines  # noqa: E402
@@ -53,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = resolve(config, options.world_size or config.parallel.model_parallel_size)
         site = site_of(options)
         vocabulary, note = vocabulary_of(config)
+        if options.picture is not None and config.training.memory_budget is None:
+            raise ConfigError("--picture: draws what --memory-budget chooses from; give both")
+        if config.training.memory_budget is not None:
+            print("\n".join(_front(config, site, vocabulary, note, options)))
+            return 0
         planner = Planner(site, vocabulary)
         plan = planner.plan(config, options.world_size or config.parallel.model_parallel_size)
         search = Search(plan, GRADIENT_PATHS, lambda c: planner.plan(c, plan.grid.dims.world_size))
@@ -68,6 +79,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _front(
+    config: GPTConfig, site: Site, vocabulary: int, note: str, options: argparse.Namespace
+) -> Iterator[str]:
+    """Yield the lines on a memory budget, after the picture is drawn that the options name."""
+    budget = config.training.memory_budget
+    assert budget is not None
+    world = options.world_size or config.parallel.model_parallel_size
+    config = config.with_values({"device": config.run.device or site.device})
+    check_vocabulary(config, vocabulary)
+    path = GRADIENT_PATHS[config.gradient.grad_path]
+    search = BudgetSearch(config, path, world, (vocabulary,))
+    if options.picture is not None:
+        draw_front(options.picture, search, budget)
+    if options.json:
+        yield json.dumps(front_data(search, budget), indent=2)
+        return
+    yield from front_lines(search, budget)
+    yield from [f"note: {note}"] * bool(note)
 
 
 class Planner:
@@ -154,7 +185,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
     parser = _PlanParser(
         usage="tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X] "
-        "[--json] [--paper] [FLAGS OF pretrain_gpt.py]",
+        "[--json] [--paper] [--picture FILE] [FLAGS OF pretrain_gpt.py]",
         description=(__doc__ or "").split("\n")[0],
         epilog="pretrain_gpt.py --help lists the flags of a run.",
         allow_abbrev=False,
@@ -165,6 +196,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--efficiency", type=float, help="share of peak (the site's)")
     parser.add_argument("--json", action="store_true", help="print the plan as data")
     parser.add_argument("--paper", action="store_true", help="SAMO's memory model beside ours")
+    parser.add_argument("--picture", type=Path, help="PNG of what a --memory-budget chooses from")
     options, rest = parser.parse_known_args(argv)
     return options, [*config, *rest]
 

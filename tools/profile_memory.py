@@ -31,6 +31,7 @@ sys.path.insert(0, str(REPO))
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import Config, GPTConfig, parse, resolve  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
+from megatron.low_memory.memory_budget import within_budget  # noqa: E402
 from megatron.low_memory.operation_graph import Graph, gpt_graph, wide_resnet_graph  # noqa: E402
 from megatron.low_memory.paper_accounting import (  # noqa: E402
     DICTIONARIES,
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
         config = parse(flags, paths=GRADIENT_PATHS, task=TASKS[options.task].config)
         world = options.world_size or config.parallel.model_parallel_size
-        config = resolve(config, world)
+        config = _within_budget(resolve(config, world), world)
         profile = _paper if options.accounting == "paper" else _actual
         found = profile(config, world, options)
         if options.json:
@@ -100,6 +101,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _within_budget(config: Config, world: int) -> Config:
+    """Return the settings that `--memory-budget` chooses, if it is given, and print the choice."""
+    if config.training.memory_budget is None:
+        return config
+    sizes: Sequence[int] = ()
+    if isinstance(config, GPTConfig):
+        sizes = (vocabulary_of(config)[0],)
+    elif isinstance(config, TranslationConfig):
+        sizes = DICTIONARIES
+    path = GRADIENT_PATHS[config.gradient.grad_path]
+    config = within_budget(config, path, world=world, vocabularies=sizes)
+    print(f"note: {config.notices[-1]}")
+    return config
 
 
 def _actual(config: Config, world: int, options: argparse.Namespace) -> Profile:

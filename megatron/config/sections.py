@@ -301,6 +301,12 @@ class TrainingConfig:
         help="Compile each layer with torch.compile (ours; none = on CUDA, without tensor "
         "parallelism and deterministic_mode; false = off).",
     )
+    memory_budget: str | None = option(
+        default=None,
+        help="Planned bytes that no rank may exceed, such as 500MB, 2GB (10^9 bytes) or 1.5GiB: a "
+        "run that needs more takes the fastest of smaller microbatches, recomputation, 16-bit "
+        "states and offload that fits (ours; none = off).",
+    )
 
     def num_microbatches(self, global_batch: int, dp: int) -> int:
         """Return the microbatches of each of `dp` data-parallel ranks in a global batch."""
@@ -1070,6 +1076,19 @@ class Config:
             for name, section in self.sections.items()
             for spec in specs_of(type(section), name).values()
         }
+
+    def with_values(self, changes: Mapping[str, Any]) -> Self:
+        """Return a copy with other values of settings that every run of the task has, unchecked.
+
+        Args:
+            changes: Values by the name of the field.
+        """
+        specs, sections = self.specs(), dict[str, Any]()
+        for name, value in changes.items():
+            section = specs[name].section
+            old = sections.get(section, getattr(self, section))
+            sections[section] = dataclasses.replace(old, **{name: value})
+        return dataclasses.replace(self, **sections)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of copies of the model among `world_size` ranks."""

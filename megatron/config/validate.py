@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.config.byte_size import parse_bytes
 from megatron.config.fields import GivenValue, check_range, origin_of, show, specs_of
 from megatron.config.rules import (
     Alternatives,
@@ -568,6 +569,16 @@ def _ramp_reaches_batch(c: Config) -> Complaint:
     return None
 
 
+def _budget_is_a_size(c: Config) -> Complaint:
+    if c.training.memory_budget is None:
+        return None
+    try:
+        parse_bytes(c.training.memory_budget)
+    except ConfigError as error:
+        return f"memory_budget: {error}"
+    return None
+
+
 # -------------------------------------------------------------------------------- schedules
 
 
@@ -660,6 +671,7 @@ SHARED_RULES: tuple[Callable[[Config], Complaint], ...] = (
     _training_has_lr,
     _retained_steps_are_saved,
     _ramp_reaches_batch,
+    _budget_is_a_size,
     _lr_above_its_floors,
     _schedule_fits,
     _multi_steps_ascend,

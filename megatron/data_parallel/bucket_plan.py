@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per entry, by the name of the dtype."""
 
+LEAST_BUCKET_ELEMENTS = 40_000_000
+BUCKET_ELEMENTS_PER_RANK = 1_000_000
+"""Megatron's default bucket size is the larger of these two.
+
+Each rank's share of a bucket is then long enough for the network to reach its bandwidth.
+"""
+
 
 class BucketClass(NamedTuple):
     """The properties that all parameters of a bucket share; `dtype` is a torch dtype or its name.
@@ -59,6 +66,17 @@ class BucketPlan:
     kind: BucketClass
     slices: dict[str, Slice]
     numel: int
+
+
+def bucket_elements(config: Config, data_parallel_size: int) -> int:
+    """Return the entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default.
+
+    With an offloaded optimizer it is AxoNN's k x bsize (`OffloadConfig.chunk`).
+    """
+    if config.offload.optimizer_cpu_offload:
+        return config.offload.chunk
+    default = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * data_parallel_size)
+    return config.parallel.ddp_bucket_size or default
 
 
 def slice_alignment(config: Config) -> int:

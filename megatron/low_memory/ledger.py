@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.config import Config, GPTConfig
+from megatron.config import Config
 from megatron.config.sections import RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.low_memory.dry_run import (
@@ -31,16 +31,9 @@ from megatron.low_memory.dry_run import (
 )
 from megatron.low_memory.memory_recorder import MemorySample
 from megatron.low_memory.operation_graph import HEAD
-from megatron.low_memory.planned_memory import (
-    MemoryColumn,
-    planned_gpt,
-    planned_translation,
-    planned_wide_resnet,
-)
+from megatron.low_memory.planned_memory import MemoryColumn, planned_column
 from megatron.parallel.dims import ParallelDims
 from megatron.pretrain import Paths
-from megatron.tasks.translation_config import TranslationConfig
-from megatron.tasks.vision_config import VisionConfig
 
 CPU = torch.device("cpu")
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -200,15 +193,11 @@ class _LedgerBuilder:
 def _planned(
     opened: Profiled, config: Config, dims: ParallelDims, paths: Paths, rank: int, vocabulary: int
 ) -> MemoryColumn:
+    sizes = [vocabulary]
+    if isinstance(opened, DryTranslation):
+        sizes = [opened.source_size, opened.target_size]
     path = paths[config.gradient.grad_path]
-    if isinstance(config, GPTConfig):
-        return planned_gpt(config, dims, path, rank=rank, vocabulary=vocabulary)
-    if isinstance(config, VisionConfig):
-        return planned_wide_resnet(config, dims, path)
-    if isinstance(config, TranslationConfig) and isinstance(opened, DryTranslation):
-        sizes = (opened.source_size, opened.target_size)
-        return planned_translation(config, dims, path, dictionaries=sizes)
-    raise ConfigError(f"task: {config.task} has no planned memory")
+    return planned_column(config, dims, path, rank=rank, vocabularies=sizes)
 
 
 class _Tracking:

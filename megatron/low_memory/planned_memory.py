@@ -10,6 +10,7 @@ from megatron.data_parallel.bucket_plan import (
     BYTES,
     ParamShape,
     RankShapes,
+    bucket_elements,
     plan_buckets,
     slice_alignment,
 )
@@ -23,7 +24,6 @@ from megatron.model.dc_transformer_shapes import BLOCK
 from megatron.model.dc_transformer_shapes import logical_shapes as dc_shapes
 from megatron.model.image_shapes import Layer, parameter_shapes
 from megatron.parallel.dims import ParallelDims
-from megatron.pretrain import bucket_elements
 from megatron.tasks.translation_config import TranslationConfig
 from megatron.tasks.vision_config import VisionConfig
 
@@ -61,6 +61,58 @@ class MemoryColumn:
         return {"model": self.model, "optimizer": self.optimizer, "activations": activations}
 
 
+def planned_column(
+    config: Config,
+    dims: ParallelDims,
+    path: GradientPath,
+    *,
+    rank: int = 0,
+    vocabularies: Sequence[int],
+) -> MemoryColumn:
+    """Plan a rank of a task's model.
+
+    Args:
+        config: Resolved for the ranks of `dims`.
+        dims: The grid.
+        path: The gradient path.
+        rank: The rank whose memory is counted.
+        vocabularies: Entries of a GPT's vocabulary, or of the two dictionaries of a translation.
+
+    Raises:
+        ConfigError: The task, its network or its recomputation has no planned memory.
+    """
+    if isinstance(config, GPTConfig):
+        (vocabulary,) = vocabularies
+        return planned_gpt(config, dims, path, rank=rank, vocabulary=vocabulary)
+    if isinstance(config, VisionConfig):
+        return planned_wide_resnet(config, dims, path)
+    if isinstance(config, TranslationConfig):
+        source, target = vocabularies
+        return planned_translation(config, dims, path, dictionaries=(source, target))
+    raise ConfigError(f"task: {config.task} has no planned memory")
+
+
+def planned_activations(
+    config: Config,
+    dims: ParallelDims,
+    path: GradientPath,
+    *,
+    rank: int = 0,
+    vocabularies: Sequence[int],
+) -> int:
+    """Return the part of a planned peak that microbatch and recomputation decide, in bytes.
+
+    The other part, from states and their scratch memory, depends on neither. Arguments and errors
+    are those of `planned_column`.
+    """
+    if isinstance(config, GPTConfig):
+        grid = _gpt_grid(config, dims, path, vocabularies[0])
+        return sum(_gpt_activations(grid, dims.coordinates(rank).pp))
+    column = planned_column(config, dims, path, rank=rank, vocabularies=vocabularies)
+    assert column.forward is not None and column.backward is not None
+    return column.forward + column.backward
+
+
 def planned_gpt(
     config: GPTConfig, dims: ParallelDims, path: GradientPath, *, rank: int, vocabulary: int
 ) -> MemoryColumn:
@@ -73,32 +125,15 @@ def planned_gpt(
         rank: A rank of the grid.
         vocabulary: Entries of the vocabulary, before padding.
     """
-    grid = RankGrid(
-        config=config,
-        dims=dims,
-        path=path,
-        vocabulary=vocabulary,
-        cap=bucket_elements(config, dims.dp),
-        device=config.run.device or "cpu",
-    )
+    grid = _gpt_grid(config, dims, path, vocabulary)
     at = dims.coordinates(rank)
     shapes = grid.rank(at.pp, at.tp)
     width = BYTES[config.precision.param_dtype]
     model, optimizer, other = _states(
         state_bytes(grid, shapes), shapes, dict.fromkeys(shapes.params, width), config
     )
-    sizes = Activations(grid)
-    peak = sizes.of_stage(at.pp)
-    layers = _gpt_layers(grid, sizes, at.pp)
-    forward, backward = peak.saved, peak.again + peak.gradients
-    if grid.holds_head(at.pp):
-        # The loss makes an fp32 gradient of the logits while all is stored; the layers, whose
-        # gradients and recomputed activations come later, find the head's activations freed.
-        logits = sizes.logits * 4 // width
-        if logits >= backward - sizes.head:
-            backward = logits
-        else:
-            forward -= sizes.head
+    layers = _gpt_layers(grid, Activations(grid), at.pp)
+    forward, backward, messages = _gpt_activations(grid, at.pp)
     return MemoryColumn(
         model=model,
         optimizer=optimizer,
@@ -106,9 +141,38 @@ def planned_gpt(
         layers=layers,
         forward=forward,
         backward=backward,
-        other=other + peak.messages,
-        total=model + optimizer + forward + backward + other + peak.messages,
+        other=other + messages,
+        total=model + optimizer + forward + backward + other + messages,
     )
+
+
+def _gpt_grid(
+    config: GPTConfig, dims: ParallelDims, path: GradientPath, vocabulary: int
+) -> RankGrid:
+    return RankGrid(
+        config=config,
+        dims=dims,
+        path=path,
+        vocabulary=vocabulary,
+        cap=bucket_elements(config, dims.dp),
+        device=config.run.device or "cpu",
+    )
+
+
+def _gpt_activations(grid: RankGrid, stage: int) -> tuple[int, int, int]:
+    """Return the bytes of forward, of backward and of messages at the peak of a stage."""
+    sizes = Activations(grid)
+    peak = sizes.of_stage(stage)
+    forward, backward = peak.saved, peak.again + peak.gradients
+    if grid.holds_head(stage):
+        # The loss makes an fp32 gradient of the logits while all is stored; the layers, whose
+        # gradients and recomputed activations come later, find the head's activations freed.
+        logits = sizes.logits * 4 // BYTES[grid.config.precision.param_dtype]
+        if logits >= backward - sizes.head:
+            backward = logits
+        else:
+            forward -= sizes.head
+    return forward, backward, peak.messages
 
 
 def _gpt_layers(grid: RankGrid, sizes: Activations, stage: int) -> dict[str, int]:
@@ -171,7 +235,10 @@ def planned_wide_resnet(
     if granularity in ("no-norm", "residual", "residual-star"):
         strategy = Strategy(granularity, config.recompute.recompute_num_layers or 1)
         course = activation_course(graph, strategy, batch=batch, entry_bytes=width)
-        backward = max(backward, course.peak.total - forward)
+        # The report counts one gradient. torch also holds the shortcut's, and the gradient that an
+        # operation makes beside the one that it reads.
+        most = max(moment.stored + 3 * moment.gradient for moment in course.moments)
+        backward = max(backward, most - forward)
     return MemoryColumn(
         model=parameters + buffers,
         optimizer=optimizer,

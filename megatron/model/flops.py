@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -50,6 +50,26 @@ def _layer_flops(config: ModelConfig) -> float:
 def _output_flops(config: ModelConfig, vocab_size: int) -> float:
     """Return operations of the output layer per token, forward and backward."""
     return 6.0 * config.hidden_size * config.padded_vocab_size(vocab_size)
+
+
+class LayerProducts(NamedTuple):
+    """Operations of a layer's products in one forward pass, per token.
+
+    `attention` are the products of scores and of the context, and `last` is the last product.
+    """
+
+    total: float
+    attention: float
+    last: float
+
+
+def layer_products(config: ModelConfig) -> LayerProducts:
+    """Return the operations of one layer's forward pass per token; attention counts in full."""
+    return LayerProducts(
+        total=_layer_flops(config) / (3 * config.num_layers),
+        attention=4.0 * config.seq_length * config.head_dim * config.num_attention_heads,
+        last=2.0 * config.ffn_size * config.hidden_size,
+    )
 
 
 def training_days(*, step_seconds: float, tokens_per_step: float) -> float:

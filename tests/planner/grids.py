@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from megatron.config import GPTConfig, parse, resolve
+from megatron.data_parallel.bucket_plan import bucket_elements
 from megatron.data_parallel.outer_step import LocalReducer
 from megatron.memory_estimate import RankGrid
 from megatron.optimizer.cpu_offload import OffloadedOptimizer
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
-from megatron.pretrain import bucket_elements
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS
 from radius.baselines.feedback import FeedbackReducer

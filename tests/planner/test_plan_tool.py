@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config.byte_size import show_bytes
 from tools.plan import main
 
 REPO = Path(__file__).resolve().parents[2]
@@ -196,3 +197,43 @@ def test_the_order_of_the_ranks_is_told(plan: Any) -> None:
     usual = plan(f"{line} --use-tp-pp-dp-mapping false --json")
     assert usual["grid"]["order"] == "tp-dp-pp"
     assert plan(f"{line} --json")["grid"]["order"] == "tp-pp-dp"
+
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 48 --mock-data "
+    "--vocab-size 101 --micro-batch-size 4 --global-batch-size 8 --train-iters 5 --lr 1e-3 "
+    "--world-size 2"
+)
+
+
+def test_a_memory_budget_is_told_as_a_table_with_the_choice_marked(
+    plan: Any, tmp_path: Path
+) -> None:
+    whole = plan(f"{SMALL} --memory-budget 1GB --json")
+    peaks = [each["peak"] for each in whole["front"]]
+    assert peaks == sorted(peaks, reverse=True) and len(peaks) > 4
+    assert whole["chosen"] == whole["front"][0] and whole["chosen"]["flags"] == ""
+    flops = [each["flops"] for each in whole["front"]]
+    assert flops[0] == 1 and flops == sorted(flops)
+    budget = f"{peaks[2] / 1000:.3f}kB"
+    file = tmp_path / "front.png"
+    lines = plan(f"{SMALL} --memory-budget {budget} --picture {file}").splitlines()
+    rows, last = lines[1:-2], lines[-1]
+    assert len(rows) == len(peaks)
+    assert [row for row in rows if row.startswith("*")] == [rows[2]]
+    assert rows[2].endswith(whole["front"][2]["flags"])
+    assert last.startswith(f"{budget} takes {whole['front'][2]['flags']}, with ")
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 5000
+
+
+def test_a_memory_budget_that_nothing_fits_is_no_error(plan: Any) -> None:
+    found = plan(f"{SMALL} --memory-budget 1kB --json")
+    assert found["chosen"] is None and found["budget"] == 1000
+    least = found["front"][-1]["peak"]
+    last = plan(f"{SMALL} --memory-budget 1kB").splitlines()[-1]
+    assert last == f"nothing fits into 1kB; the smallest planned peak is {show_bytes(least)}"
+
+
+def test_a_picture_needs_a_memory_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL.split(), "--picture", "front.png"]) == 2
+    assert "give both" in capsys.readouterr().err

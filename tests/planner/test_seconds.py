@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron.config import parse, resolve
+from megatron.data_parallel.bucket_plan import bucket_elements
 from megatron.errors import ConfigError
 from megatron.memory_estimate import state_bytes
 from megatron.parallel.dims import ParallelDims
-from megatron.pretrain import bucket_elements
 from pretrain_gpt import GRADIENT_PATHS
 from samo.memory import FIGURE, break_even, default_bytes, eq_1, eq_2, eq_4, saved
 from tests.planner.grids import planned

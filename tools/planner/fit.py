@@ -156,15 +156,9 @@ def changed(config: GPTConfig, changes: Changes, paths: Mapping[str, GradientPat
 
     Raises `ConfigError` if the values are refused.
     """
-    sections: dict[str, Any] = {}
-    for name, value in changes.items():
-        section = SPECS[name].section
-        old = sections.get(section, getattr(config, section))
-        sections[section] = dataclasses.replace(old, **{name: value})
+    config = config.with_values(changes)
     if changes.get("recompute_granularity") == "selective":
-        own = {"recompute_method": None, "recompute_num_layers": None}
-        sections["recompute"] = dataclasses.replace(sections["recompute"], **own)
-    config = dataclasses.replace(config, **sections)
+        config = config.with_values({"recompute_method": None, "recompute_num_layers": None})
     path = paths[config.gradient.grad_path]
     if "grad_path" in changes:
         extensions = {name: cls() for name, cls in path.sections.items()}

@@ -19,12 +19,12 @@ import torch
 
 from megatron.config import parse, resolve
 from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.bucket_plan import bucket_elements
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.reducer import ReducerStats, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.build import update_rule
 from megatron.parallel.groups import ProcessGroups
-from megatron.pretrain import bucket_elements
 from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.common.contenders import IMAGE_FLAGS, LEARNING_RATE, Shape
 from tools.planner.replay.image_networks import ImageNetwork

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.config import parse, resolve
-from megatron.pretrain import bucket_elements
+from megatron.data_parallel.bucket_plan import bucket_elements
 from pretrain_gpt import GRADIENT_PATHS
 from tools.planner.course import Links, Setting
 from tools.planner.plan import Plan
