@@ -39,7 +39,7 @@ CONFIG = "configs/gpt_124m.yaml"
 VOCABULARY = 50257
 SEQUENCE, SEQUENCES = 128, 4
 TOKENS = SEQUENCE * SEQUENCES
-EVALUATED = 8
+EVALUATED = 4
 """Batches of an evaluation."""
 LAST = 0.2
 """Share of the steps, the last ones, whose mean training loss is a row's."""
