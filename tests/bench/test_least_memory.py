@@ -10,10 +10,11 @@ import pytest
 from megatron.config import parse, resolve
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
-from tools.bench.common.page_files import PAGE
+from tools.bench.common.page_files import PAGE, RESULTS
 from tools.bench.convergence.rows import read_rows
 from tools.bench.least_memory.run import (
     CONTENDERS,
+    FOLDER,
     ROWS,
     TOKENS,
     Contender,
@@ -74,3 +75,10 @@ def test_an_interrupted_start_goes_on_without_repeating_a_row(tmp_path: Path) ->
     text = (tmp_path / PAGE).read_text(encoding="utf-8")
     # 700 of 2000 bytes without torch's 200; 2 s of CPU time and 4 s for a step of 512 tokens.
     assert "| least | 0 | 0.41 | 0 | 0.35 | 128.0 | 3.9 | 1.00 | 9.000 | 9.500 |" in text
+
+
+def test_the_committed_page_follows_from_the_results(tmp_path: Path) -> None:
+    (tmp_path / PAGE).write_text((FOLDER / PAGE).read_text(encoding="utf-8"), encoding="utf-8")
+    report(FOLDER / ROWS, tmp_path)
+    for name in (PAGE, RESULTS):
+        assert (tmp_path / name).read_text("utf-8") == (FOLDER / name).read_text("utf-8"), name
