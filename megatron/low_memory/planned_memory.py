@@ -92,11 +92,12 @@ def planned_gpt(
     layers = _gpt_layers(grid, sizes, at.pp)
     forward, backward = peak.saved, peak.again + peak.gradients
     if grid.holds_head(at.pp):
-        # The loss makes an fp32 gradient of the logits while all is stored; the layers, whose
-        # gradients and recomputed activations come later, find the head's activations freed.
-        logits = sizes.logits * 4 // width
-        if logits >= backward - sizes.head:
-            backward = logits
+        # The loss makes an fp32 gradient of the logits while all is stored, and the output layer
+        # one of its weights; the layers, whose gradients and recomputed activations come later,
+        # find the head's activations freed.
+        head = max(sizes.logits * 4 // width, sizes.head_gradient + sizes.hidden)
+        if head >= backward - sizes.head:
+            backward = head
         else:
             forward -= sizes.head
     return MemoryColumn(
