@@ -122,7 +122,7 @@ def draw(path: Path, rows: Sequence[Row]) -> bool:
     axes.set_yticks(range(len(shown)), names, fontsize=8)
     axes.invert_yaxis()
     axes.axvline(0, color="#111827", linewidth=0.8)
-    axes.set_xlabel("validation loss less that with fp32 states (nats a token): seeds, mean, error")
+    axes.set_xlabel("validation loss less that with fp32 states (nats a token)")
     plain_axes(axes)
     save(figure, path)
     return True
@@ -166,5 +166,5 @@ STATES = Study(
     panels=(),
     colors={},
     draw=draw,
-    caption="Validation loss less that with fp32 states",
+    caption="Validation loss less that with fp32 states: seeds, mean and standard error",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.bench.convergence.model import Shape
 from tools.bench.convergence.study import SEEDS, Flag, StudyPlan, StudyRun, checked
@@ -19,7 +19,7 @@ FP16: tuple[Flag, ...] = (
     ("accumulate-allreduce-grads-in-fp32", "true"),
 )
 SUMS: tuple[Flag, ...] = (("grad-reduce-in-bf16", "true"),)
-MOST_RUNS = 39
+MOST_RUNS = 54
 FP32 = "fp32"
 """The variant with fp32 states of bf16 parameters, with which most others are compared."""
 
@@ -110,18 +110,14 @@ IN_FP16 = (
 
 
 LOW = "low_rate"
-AT_LOW_RATES = (
-    Setting(variant=LOW, title="fp32 (reference)", rates=LOW_RATES, reference=LOW),
-    *(
-        Setting(
-            variant=f"{LOW}-main_{rounding}",
-            title=f"bf16 main parameters, {rounding}",
-            flags=main_params(rounding),
-            rates=LOW_RATES,
-            reference=LOW,
-        )
-        for rounding in ("nearest", "stochastic")
-    ),
+AT_LOW_RATES = tuple(
+    replace(
+        setting,
+        variant=LOW if setting.variant == FP32 else f"{LOW}-{setting.variant}",
+        rates=LOW_RATES,
+        reference=LOW,
+    )
+    for setting in SETTINGS
 )
 
 
