@@ -13,11 +13,10 @@ from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.common.page_files import PAGE, RESULTS
 from tools.bench.convergence.rows import read_rows
 from tools.bench.least_memory.run import (
-    CONTENDERS,
     FOLDER,
     ROWS,
-    TOKENS,
-    Contender,
+    RUNS,
+    MemoryRun,
     flags_of,
     report,
     run_all,
@@ -30,11 +29,11 @@ class Fake:
     def __init__(self, fails: str = "") -> None:
         self.fails, self.started = fails, list[str]()
 
-    def __call__(self, contender: Contender, steps: int, data: Path) -> dict[str, Any]:
-        if contender.name == self.fails:
+    def __call__(self, run: MemoryRun, steps: int, data: Path) -> dict[str, Any]:
+        if run.name == self.fails:
             raise KeyboardInterrupt
-        self.started.append(contender.name)
-        size = 2000 if contender.name == "plain" else 700
+        self.started.append(run.name)
+        size = 2000 if run.name == "plain" else 700
         column = {"model": size, "optimizer": 0, "stored": 10, "total": size + 10}
         return {
             "before": 200,
@@ -48,17 +47,17 @@ class Fake:
         }
 
 
-@pytest.mark.parametrize("contender", CONTENDERS, ids=lambda each: each.name)
-def test_command_line_is_accepted(contender: Contender) -> None:
-    config = resolve(parse(flags_of(contender, 20, Path("data")), paths=GRADIENT_PATHS), 1)
+@pytest.mark.parametrize("run", RUNS, ids=lambda each: each.name)
+def test_command_line_is_accepted(run: MemoryRun) -> None:
+    config = resolve(parse(flags_of(run, 20, Path("data")), paths=GRADIENT_PATHS), 1)
     assert (config.model.num_layers, config.model.hidden_size) == (12, 768)
     assert config.precision.param_dtype == "bfloat16"
-    assert config.training.global_batch_size * config.model.seq_length == TOKENS
-    plain = contender.name == "plain"
+    assert (config.training.global_batch_size, config.model.seq_length) == (4, 128)
+    plain = run.name == "plain"
     assert (config.optimizer.main_params_dtype == "fp32") == plain
     assert config.training.micro_batch_size == (4 if plain else 1)
     assert (config.recompute.recompute_granularity is None) == plain
-    assert (config.gradient.grad_path == "samo") == (contender.name == "least-samo")
+    assert (config.gradient.grad_path == "samo") == (run.name == "least-samo")
 
 
 def test_an_interrupted_start_goes_on_without_repeating_a_row(tmp_path: Path) -> None:

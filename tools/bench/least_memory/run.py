@@ -54,26 +54,26 @@ LEAST = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
-    """A row: its name, its title on the page, and its flags."""
+class MemoryRun:
+    """A run: its name, its title on the page, and its flags."""
 
     name: str
     title: str
     flags: tuple[str, ...]
 
 
-CONTENDERS = (
-    Contender(name="plain", title="plain", flags=("--micro-batch-size", str(SEQUENCES))),
-    Contender(name="least", title="least", flags=LEAST),
-    Contender(
+RUNS = (
+    MemoryRun(name="plain", title="plain", flags=("--micro-batch-size", str(SEQUENCES))),
+    MemoryRun(name="least", title="least", flags=LEAST),
+    MemoryRun(
         name="least-samo",
         title="least, 90 % pruned",
         flags=(*LEAST, "--grad-path", "samo", "--samo-sparsity", "0.9"),
     ),
 )
 
-Runner = Callable[[Contender, int, Path], dict[str, Any]]
-"""Trains a contender for a number of steps on a data set; returns its numbers."""
+Runner = Callable[[MemoryRun, int, Path], dict[str, Any]]
+"""Trains a run for a number of steps on a data set; returns its numbers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(steps: int, data: Path, results: Path, runner: Runner) -> None:
-    """Run the contenders that have no row, and append their rows.
+    """Make the runs that have no row, and append their rows.
 
     Raises `ConfigError` for rows of runs of another length.
     """
@@ -103,14 +103,14 @@ def run_all(steps: int, data: Path, results: Path, runner: Runner) -> None:
             f"--steps {steps}: {results} has runs of {others.pop()} steps; give as many, or "
             "another --results"
         )
-    for contender in CONTENDERS:
-        if contender.name not in done:
-            print(f"{contender.name}: starts", flush=True)
-            numbers = runner(contender, steps, data)
-            append_row(results, {"name": contender.name, "steps": steps, **numbers})
+    for run in RUNS:
+        if run.name not in done:
+            print(f"{run.name}: starts", flush=True)
+            numbers = runner(run, steps, data)
+            append_row(results, {"name": run.name, "steps": steps, **numbers})
 
 
-def flags_of(contender: Contender, steps: int, data: Path) -> list[str]:
+def flags_of(run: MemoryRun, steps: int, data: Path) -> list[str]:
     """Return the flags of a run for `pretrain_gpt.py`."""
     values = {
         "config": REPO / CONFIG,
@@ -127,18 +127,18 @@ def flags_of(contender: Contender, steps: int, data: Path) -> list[str]:
         "log-interval": 1,
     }
     flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    return [*flags, *contender.flags]
+    return [*flags, *run.flags]
 
 
-def train(contender: Contender, steps: int, data: Path) -> dict[str, Any]:
+def train(run: MemoryRun, steps: int, data: Path) -> dict[str, Any]:
     """Train in a process of its own; return its memory, time and losses, and the ledger's count."""
     with tempfile.TemporaryDirectory() as folder:
-        file, run = Path(folder) / "rss.json", Path(folder) / "run"
+        file, run_dir = Path(folder) / "rss.json", Path(folder) / "run"
         program = [sys.executable, "-m", "tools.bench.samo_memory.peak_rss", str(file)]
-        flags = [*flags_of(contender, steps, data), "--run-dir", str(run)]
+        flags = [*flags_of(run, steps, data), "--run-dir", str(run_dir)]
         subprocess.run([*program, *flags], check=True, stdout=subprocess.DEVNULL, cwd=REPO)
         seen = json.loads(file.read_text(encoding="utf-8"))
-        lines = list(records(run / JSONL))
+        lines = list(records(run_dir / JSONL))
     stepped = [line for line in lines if "lm_loss" in line]
     seconds = [line["step_seconds"] for line in stepped[1:]]
     last = stepped[-max(1, round(LAST * steps)) :]
@@ -149,15 +149,15 @@ def train(contender: Contender, steps: int, data: Path) -> dict[str, Any]:
         "valid_loss": next(line["valid_loss"] for line in lines if "valid_loss" in line),
         "curve": [[line["iteration"], round(line["lm_loss"], 4)] for line in stepped],
         **seen,
-        "ledger": ledger(contender, steps, data),
+        "ledger": ledger(run, steps, data),
     }
 
 
-def ledger(contender: Contender, steps: int, data: Path) -> dict[str, dict[str, int]]:
+def ledger(run: MemoryRun, steps: int, data: Path) -> dict[str, dict[str, int]]:
     """Return the columns of the memory ledger: bytes of states, activations and the peak."""
     # The measured peak is the growth of a process that has run nothing else.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_ledger, flags_of(contender, steps, data)).result()
+        return pool.submit(_ledger, flags_of(run, steps, data)).result()
 
 
 def _ledger(flags: Sequence[str]) -> dict[str, dict[str, int]]:
@@ -192,7 +192,7 @@ def report(results: Path, out: Path) -> None:
 def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the page: memory, time and losses, and the memory ledger."""
     found = {row["name"]: row for row in rows}
-    shown = [(each, found[each.name]) for each in CONTENDERS if each.name in found]
+    shown = [(each, found[each.name]) for each in RUNS if each.name in found]
     plain, steps = shown[0][1], rows[0]["steps"]
     lines = [
         f"{CONFIG} in bf16, {steps} steps of {SEQUENCES} x {SEQUENCE} tokens, without dropout, "
@@ -207,12 +207,12 @@ def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ("run", "peak", "of plain", "without torch", "of plain", "tokens/s", "CPU ms a token")
     header += ("of plain", "training loss", "validation loss")
     cells: list[list[str]] = []
-    for contender, row in shown:
+    for run, row in shown:
         own, whole = row["peak"] - row["before"], plain["peak"] - plain["before"]
         cost = row["step_cpu_seconds"] / TOKENS
         cells.append(
             [
-                contender.title,
+                run.title,
                 f"{row['peak'] / 1e6:,.0f}",
                 f"{row['peak'] / plain['peak']:.2f}",
                 f"{own / 1e6:,.0f}",
@@ -234,17 +234,17 @@ def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         "",
     ]
     ledgers = [
-        [f"{contender.title}, {name}"]
+        [f"{run.title}, {name}"]
         + [
             f"{size / 1e6:,.1f}"
             for size in (column["model"] + column["optimizer"], column["stored"], column["total"])
         ]
-        for contender, row in shown
+        for run, row in shown
         for name, column in row["ledger"].items()
     ]
     lines += table(("run, column", "model and optimizer", "stored", "peak"), ledgers)
     lines += ["", "Flags of the runs, beside those that all share:", ""]
-    lines += [f"- {contender.title}: `{' '.join(contender.flags)}`" for contender, _ in shown]
+    lines += [f"- {run.title}: `{' '.join(run.flags)}`" for run, _ in shown]
     return "\n".join([*lines, ""])
 
 

@@ -25,7 +25,7 @@ from tools.bench.state_precision.study import (
     RATES,
     SETTINGS,
     SHAPE,
-    Setting,
+    StateSetting,
     study,
 )
 
@@ -42,7 +42,7 @@ def losses_of(rows: Sequence[Row]) -> Losses:
     return found
 
 
-def differences(losses: Losses, setting: Setting) -> dict[int, float]:
+def differences(losses: Losses, setting: StateSetting) -> dict[int, float]:
     """Return by seed the loss of a setting minus that of its reference; empty for a reference."""
     if setting.variant == setting.reference:
         return {}
@@ -50,7 +50,7 @@ def differences(losses: Losses, setting: Setting) -> dict[int, float]:
     return {seed: own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())}
 
 
-def planned_bytes(setting: Setting, plan: StudyPlan) -> float:
+def planned_bytes(setting: StateSetting, plan: StudyPlan) -> float:
     """Return the planned bytes of model and optimizer, for each parameter.
 
     They are the planned column of the memory ledger: weights, gradients and states of all
@@ -87,7 +87,9 @@ def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
     return ReportedFinding(lines=lines, values=values)
 
 
-def differences_table(losses: Losses, settings: Sequence[Setting], plan: StudyPlan) -> list[str]:
+def differences_table(
+    losses: Losses, settings: Sequence[StateSetting], plan: StudyPlan
+) -> list[str]:
     """Return the table of bytes, losses and differences to the reference, seed by seed."""
     header = ("states", "bytes", "loss", "difference", "error", *(f"seed {s}" for s in SEEDS))
     lines: list[list[str]] = []
@@ -128,11 +130,11 @@ def draw(path: Path, rows: Sequence[Row]) -> bool:
     return True
 
 
-def _label(setting: Setting) -> str:
+def _label(setting: StateSetting) -> str:
     return setting.title + (", low rate" if setting in AT_LOW_RATES else "")
 
 
-def _all() -> tuple[Setting, ...]:
+def _all() -> tuple[StateSetting, ...]:
     return (*SETTINGS, *IN_FP16, *AT_LOW_RATES)
 
 

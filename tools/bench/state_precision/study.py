@@ -25,7 +25,7 @@ FP32 = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class StateSetting:
     """Formats of the optimizer's states, compared with fp32 states of the same seed.
 
     `variant` names the setting in results, `title` on the page. `flags` are those that differ from
@@ -62,44 +62,44 @@ def moments(dtype: str) -> tuple[Flag, ...]:
 
 
 SETTINGS = (
-    Setting(variant=FP32, title="fp32 (reference)"),
-    Setting(
+    StateSetting(variant=FP32, title="fp32 (reference)"),
+    StateSetting(
         variant="main_nearest",
         title="bf16 main parameters, nearest",
         flags=main_params("nearest"),
     ),
-    Setting(
+    StateSetting(
         variant="main_stochastic",
         title="bf16 main parameters, stochastic",
         flags=main_params("stochastic"),
     ),
-    Setting(
+    StateSetting(
         variant="main_kahan",
         title="bf16 main parameters, kahan",
         flags=main_params("kahan"),
     ),
-    Setting(variant="moments_bf16", title="bf16 moments", flags=moments("bf16")),
-    Setting(variant="moments_int8", title="int8 moments", flags=moments("int8")),
-    Setting(
+    StateSetting(variant="moments_bf16", title="bf16 moments", flags=moments("bf16")),
+    StateSetting(variant="moments_int8", title="int8 moments", flags=moments("int8")),
+    StateSetting(
         variant="main_stochastic-moments_int8-grads_bf16",
         title="bf16 main parameters, stochastic; int8 moments; bf16 gradients",
         flags=(*main_params("stochastic"), *moments("int8"), *SUMS),
     ),
-    Setting(
+    StateSetting(
         variant="main_kahan-moments_int8-grads_bf16",
         title="bf16 main parameters, kahan; int8 moments; bf16 gradients",
         flags=(*main_params("kahan"), *moments("int8"), *SUMS),
     ),
 )
 IN_FP16 = (
-    Setting(
+    StateSetting(
         variant="fp16",
         title="fp16 parameters, fp32 states (reference of the next row)",
         flags=FP16,
         dtype="fp16",
         reference="fp16",
     ),
-    Setting(
+    StateSetting(
         variant="fp16-main_nearest",
         title="fp16 main parameters, nearest",
         flags=(*FP16, *main_params("nearest", "fp16")),
