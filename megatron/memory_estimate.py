@@ -638,6 +638,11 @@ class Activations:
         )
         return self._width * self._rows * columns
 
+    @property
+    def head_gradient(self) -> int:
+        """Bytes of the gradient of the output layer's weights, before a bucket receives it."""
+        return self.logits // self._rows * self.grid.config.model.hidden_size
+
     def chunk(self, stage: int, chunk: int = 0) -> ChunkBytes:
         """Return the bytes of one chunk of a stage, with the model's ends that are in it."""
         count = len(self.grid.split[stage][chunk])

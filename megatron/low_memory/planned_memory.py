@@ -165,11 +165,13 @@ def _gpt_activations(grid: RankGrid, stage: int) -> tuple[int, int, int]:
     peak = sizes.of_stage(stage)
     forward, backward = peak.saved, peak.again + peak.gradients
     if grid.holds_head(stage):
-        # The loss makes an fp32 gradient of the logits while all is stored; the layers, whose
-        # gradients and recomputed activations come later, find the head's activations freed.
+        # The loss makes an fp32 gradient of the logits while all is stored, and the output layer
+        # one of its weights; the layers, whose gradients and recomputed activations come later,
+        # find the head's activations freed.
         logits = sizes.logits * 4 // BYTES[grid.config.precision.param_dtype]
-        if logits >= backward - sizes.head:
-            backward = logits
+        head = max(logits, sizes.head_gradient + sizes.hidden)
+        if head >= backward - sizes.head:
+            backward = head
         else:
             forward -= sizes.head
     return forward, backward, peak.messages

@@ -298,8 +298,11 @@ class BucketOptimizer:
 
     def _open(self) -> None:
         """Allocate states for the engine's buckets: the initial weights, and moments of zero."""
-        self._states = [self._allocate(bucket) for bucket in self.engine.buckets]
+        self._states: list[BucketState] = []
+        # Bucket by bucket, so that parameters that become views free their storage before the next
+        # bucket's states are allocated.
         for bucket in self.engine.buckets:
+            self._states.append(self._allocate(bucket))
             for name, kind, state in self._slices(bucket):
                 if kind == PARAM:
                     self._bind(name, state.values)

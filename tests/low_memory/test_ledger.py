@@ -145,6 +145,19 @@ def test_columns_agree_for_a_gpt(case: str) -> None:
         )
 
 
+def test_a_peak_at_the_gradient_of_the_output_layer_is_planned() -> None:
+    """With few tokens and many entries of the vocabulary, no activation is as large."""
+    few = "--micro-batch-size 1 --seq-length 8 --make-vocab-size-divisible-by 1024"
+    ledger = gpt(f"{STILL} {FULL} {few}", columns=UNMEASURED)
+    planned, tracked = ledger.columns["planned"], ledger.columns["tracked"]
+    assert ledger.peak is not None
+    assert (ledger.peak.module, ledger.peak.phase) == ("output_layer", "backward")
+    # The weights of 1024 x 64 entries in fp32, and the gradient of 8 hidden states.
+    assert planned.backward == 4 * (1024 * 64 + 8 * 64)
+    assert tracked.backward == pytest.approx(planned.backward, rel=0.01)
+    assert tracked.total == pytest.approx(planned.total, rel=0.01)
+
+
 @pytest.mark.parametrize("flags", ["", "--bf16", "--width-factor 1", "--img-h 48"])
 def test_columns_agree_for_a_wide_resnet(flags: str) -> None:
     ledger = vision(flags)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.data_parallel.bucket import GradBucket
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.optimizer import bucket_optimizer
 from megatron.optimizer.bucket_optimizer import BucketOptimizer, BucketState
@@ -92,6 +93,28 @@ def test_parameters_are_the_main_parameters() -> None:
             param = made.engine.infos[name].param
             views = where.of(state.master).data_ptr() == param.data_ptr()
             assert views == (name in MATRICES)
+
+
+def test_parameters_become_views_before_the_next_states_are_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise all parameters would exist twice at a time, beside all states."""
+    allocate, before = BucketOptimizer._allocate, list[int]()
+
+    def watched(self: BucketOptimizer, bucket: GradBucket) -> BucketState:
+        for earlier in self.engine.buckets[: bucket.index]:
+            if earlier.names[0] in MATRICES:
+                master = self.states[earlier.index].master
+                params = [self.engine.infos[name].param for name in earlier.names]
+                assert {each.untyped_storage().data_ptr() for each in params} == {
+                    master.untyped_storage().data_ptr()
+                }
+                before.append(bucket.index)
+        return allocate(self, bucket)
+
+    monkeypatch.setattr(BucketOptimizer, "_allocate", watched)
+    toy(BF16)
+    assert before, "a matrix comes before other buckets"
 
 
 def test_shards_are_parts_of_the_parameters(ranks: Ranks) -> None:

@@ -93,6 +93,7 @@ class StudyRun:
     run after which the path takes over from a dense run, None for a run from the beginning.
     `interval` of Radius, and the intervals in `every`, by flag, are given for `REFERENCE_STEPS`.
     `sparsity` and `ticket` prune the model. `flags` are the path's own, without leading dashes.
+    `dtype` of the parameters is the plan's if None.
     """
 
     variant: str
@@ -108,6 +109,7 @@ class StudyRun:
     ticket: Ticket | None = None
     flags: tuple[Flag, ...] = ()
     ranks: int = 1
+    dtype: str | None = None
 
     @property
     def name(self) -> str:
@@ -199,7 +201,8 @@ def flags_of(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> l
         values["load"] = runs_dir / dense_of(run).name
         values["ckpt-step"] = plan.start_step(run.start) - 1
     flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    return [*flags, *(["--bf16"] if plan.dtype == "bf16" else [])]
+    dtype = run.dtype or plan.dtype
+    return flags if dtype == "fp32" else [*flags, f"--{dtype}"]
 
 
 def stages(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> Iterator[list[str]]:
