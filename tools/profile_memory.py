@@ -144,7 +144,7 @@ def _paper(config: Config, world: int, options: argparse.Namespace) -> Profile:
     """Print the report's accounting of a model, and return its totals and its picture."""
     check_covered(config, world)
     bits = 32 if config.precision.param_dtype == "float32" else 16
-    title, network, graph, microbatch = _counted(config)
+    title, network, graph, microbatch = counted_network(config)
     model, optimizer = network.states(bits=bits, nonzero=options.nonzero)
     counted: PaperAccount | None = None
     if graph is not None:
@@ -206,7 +206,7 @@ def _paper_lines(
     )
 
 
-def _counted(config: Config) -> tuple[str, CountedNetwork, Graph | None, int]:
+def counted_network(config: Config) -> tuple[str, CountedNetwork, Graph | None, int]:
     """Return a model's title, parameters, operations and samples of a microbatch."""
     batch, optimizer = config.training.micro_batch_size, config.optimizer.optimizer
     if isinstance(config, VisionConfig):
