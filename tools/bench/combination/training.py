@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
-from megatron.low_memory.paper_accounting import NONE, STAR_2
+from megatron.low_memory.paper_accounting import NONE, STAR_2, Bits
 from megatron.report import read_run
 from samo.schedule import FRACTION
 from tools.bench.combination.memory import nearest
@@ -35,18 +34,28 @@ SMALL = MODELS["small"]
 
 
 def trained() -> tuple[Setting, ...]:
-    """Return the trained settings, the most important first.
+    """Return the trained settings, the most important first."""
+    first, rest = _tiers()
+    return (*first, *rest)
 
-    They are the cross of nonzeros, bits and microbatches, whole or a tenth, and the shallower and
-    the narrower network whose bytes are nearest to those of each sparse one in 16 bits and small
-    microbatches.
+
+def _tiers() -> tuple[list[Setting], list[Setting]]:
+    """Return the settings that compare all techniques with none, and the others.
+
+    All together are the cross of nonzeros, bits and microbatches, whole or a tenth, and the
+    shallower and the narrower network whose bytes are nearest to those of each sparse one in 16
+    bits and small microbatches.
     """
-    low: dict[str, Any] = {"model": "small", "strategy": STAR_2}
-    cross = [
-        Setting(size=SMALL.size, nonzeros=nonzeros, bits=bits, microbatch=microbatch, **low)
-        for bits, microbatch, nonzeros in product((32, 16), (BATCH, BATCH // 10), SHARES)
-    ]
-    return (*cross, *baselines([each for each in cross[-len(SHARES) :] if each.nonzeros < 100]))
+
+    def by_nonzeros(bits: Bits, microbatch: int) -> list[Setting]:
+        low: dict[str, Any] = {"model": "small", "size": SMALL.size, "strategy": STAR_2}
+        return [Setting(nonzeros=each, bits=bits, microbatch=microbatch, **low) for each in SHARES]
+
+    none, every = by_nonzeros(32, BATCH), by_nonzeros(16, BATCH // 10)
+    _, sparse, sparser = every
+    first = [*none, *every, *baselines([sparse])]
+    rest = [*by_nonzeros(32, BATCH // 10), *by_nonzeros(16, BATCH), *baselines([sparser])]
+    return first, [each for each in rest if each not in first]
 
 
 def baselines(sparse: Sequence[Setting]) -> list[Setting]:
@@ -101,8 +110,10 @@ class TrainedRun:
 
 
 def runs() -> tuple[TrainedRun, ...]:
-    """Return all runs: every setting with one seed before the next seed."""
-    return tuple(TrainedRun(setting=each, seed=seed) for seed in SEEDS for each in trained())
+    """Return all runs, the most important first: a study may be stopped at any of them."""
+    return tuple(
+        TrainedRun(setting=each, seed=seed) for tier in _tiers() for seed in SEEDS for each in tier
+    )
 
 
 def train(
