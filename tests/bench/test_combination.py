@@ -27,7 +27,7 @@ from tools.bench.combination.settings import (
     MODELS,
     NONZEROS,
     WRN,
-    Setting,
+    MemorySetting,
     figures,
     printed,
     settings,
@@ -156,8 +156,8 @@ def test_equal_bytes_mean_the_nearest_sizes() -> None:
     assert comparable(dc) == paper_memory(dc).states, "no rule for activations of other sizes"
 
 
-def _dense(setting: Setting, size: tuple[int, float]) -> Setting:
-    return Setting(
+def _dense(setting: MemorySetting, size: tuple[int, float]) -> MemorySetting:
+    return MemorySetting(
         model=setting.model,
         size=size,
         bits=setting.bits,

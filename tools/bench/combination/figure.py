@@ -14,21 +14,23 @@ from tools.bench.combination.settings import (
     MICROBATCHES,
     MODELS,
     NONZEROS,
-    Setting,
+    MemorySetting,
     figures,
     printed,
 )
 from tools.bench.common.figures import plain_axes, save
 
-Point = tuple[Setting, float, float | None, MemoryBytes]
+TICKS = (1, 2, 5, 10, 20, 50)
+"""MB at which the logarithmic axes have ticks."""
+Point = tuple[MemorySetting, float, float | None, MemoryBytes]
 """A trained setting, its accuracy in per cent, the standard error, and its memory."""
 
 
 def draw(
     file: Path,
     points: Sequence[Point],
-    paper: Callable[[Setting], MemoryBytes],
-    planned: Callable[[Setting], MemoryColumn],
+    paper: Callable[[MemorySetting], MemoryBytes],
+    planned: Callable[[MemorySetting], MemoryColumn],
 ) -> bool:
     """Write the picture; return False where matplotlib is not installed."""
     try:
@@ -64,6 +66,8 @@ def _accuracy(axes: Any, points: Sequence[Point]) -> None:
     axes.plot([], [], "s", color="#6b7280", label="square: 16 bit, circle: 32 bit")
     axes.plot([], [], "o", color="#6b7280", markerfacecolor="white", label="open: 5 images, not 50")
     axes.set_xscale("log")
+    axes.set_xticks(TICKS[:-1], [str(tick) for tick in TICKS[:-1]])
+    axes.minorticks_off()
     axes.set_xlabel("memory by the report's accounting, MB")
     axes.set_ylabel("test accuracy, %, mean of seeds and standard error")
     axes.set_title("trained: WRN-16-1 and smaller, a few steps", fontsize=9)
@@ -71,7 +75,7 @@ def _accuracy(axes: Any, points: Sequence[Point]) -> None:
     plain_axes(axes)
 
 
-def _label(setting: Setting) -> str:
+def _label(setting: MemorySetting) -> str:
     if setting.size == MODELS[setting.model].size:
         return f"WRN-16-1, {setting.nonzeros} % nonzeros"
     layers, width = setting.size
@@ -80,8 +84,8 @@ def _label(setting: Setting) -> str:
 
 def _sparse_memory(
     axes: Any,
-    paper: Callable[[Setting], MemoryBytes],
-    planned: Callable[[Setting], MemoryColumn],
+    paper: Callable[[MemorySetting], MemoryBytes],
+    planned: Callable[[MemorySetting], MemoryColumn],
 ) -> None:
     """Draw the memory of figure 7 by nonzeros, and what table 3 prints."""
     for color, microbatch in zip(PALETTE, MICROBATCHES, strict=False):
@@ -95,6 +99,8 @@ def _sparse_memory(
     axes.plot(shares, [row.printed_mb for row in low], "kx", label="printed in table 3")
     axes.plot([], [], "k--", linewidth=1, label="planned for our flags")
     axes.set_yscale("log")
+    axes.set_yticks(TICKS, [str(tick) for tick in TICKS])
+    axes.minorticks_off()
     axes.set_xlabel("% nonzeros")
     axes.set_ylabel("MB")
     axes.set_title("Fig. 7: WRN-28-2, 16 bit, RESIDUAL-2*", fontsize=9)
@@ -102,7 +108,7 @@ def _sparse_memory(
     plain_axes(axes)
 
 
-def _smaller(axes: Any, paper: Callable[[Setting], MemoryBytes]) -> None:
+def _smaller(axes: Any, paper: Callable[[MemorySetting], MemoryBytes]) -> None:
     """Draw the bytes of the networks of figure 8, microbatches of 10, by parameters that exist."""
     group = [each for each in figures()["Fig. 8"] if each.microbatch == 10]
     layers, width = MODELS["wrn"].size

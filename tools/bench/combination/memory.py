@@ -22,7 +22,7 @@ from megatron.parallel.dims import ParallelDims
 from megatron.tasks.translation_config import TranslationConfig
 from megatron.tasks.vision_config import VisionConfig
 from pretrain_gpt import GRADIENT_PATHS
-from tools.bench.combination.settings import MODELS, Setting
+from tools.bench.combination.settings import MODELS, MemorySetting
 from tools.plan import vocabulary_of
 from tools.profile_memory import counted_network
 
@@ -54,7 +54,7 @@ class MemoryBytes:
         return None if self.activations is None else self.states + self.activations
 
 
-def paper_memory(setting: Setting) -> MemoryBytes:
+def paper_memory(setting: MemorySetting) -> MemoryBytes:
     """Return the bytes of a setting by the accounting of Sohoni et al. 2019."""
     _, network, graph, microbatch = counted_network(setting.config)
     model, optimizer = network.states(bits=setting.bits, nonzero=setting.nonzero)
@@ -77,7 +77,7 @@ def paper_memory(setting: Setting) -> MemoryBytes:
     )
 
 
-def planned_memory(setting: Setting) -> MemoryColumn:
+def planned_memory(setting: MemorySetting) -> MemoryColumn:
     """Return the planned ledger of a run of ours with the setting's flags, on one rank."""
     config = setting.config
     dims, path = ParallelDims(tp=1, dp=1, pp=1), GRADIENT_PATHS[config.gradient.grad_path]
@@ -90,7 +90,7 @@ def planned_memory(setting: Setting) -> MemoryColumn:
     return planned_gpt(config, dims, path, rank=0, vocabulary=vocabulary)
 
 
-def comparable(setting: Setting) -> int:
+def comparable(setting: MemorySetting) -> int:
     """Return the bytes by which networks are equal, by the report's accounting.
 
     They are those of model and optimizer alone where the report has no rule for activations.
@@ -101,7 +101,7 @@ def comparable(setting: Setting) -> int:
     return counted.total
 
 
-def nearest(setting: Setting, others: Iterable[Setting]) -> Setting:
+def nearest(setting: MemorySetting, others: Iterable[MemorySetting]) -> MemorySetting:
     """Return the setting whose `comparable` bytes differ least from those of `setting`."""
     wanted = comparable(setting)
     return min(others, key=lambda other: abs(comparable(other) - wanted))

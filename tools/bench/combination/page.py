@@ -24,8 +24,8 @@ from tools.bench.combination.settings import (
     MODELS,
     NONZEROS,
     RESIDUAL_1,
+    MemorySetting,
     ModelName,
-    Setting,
     figures,
     printed,
     settings,
@@ -48,7 +48,7 @@ class Accuracy:
     `gaps` are differences to the dense network in 32 bits and whole microbatches of the same seed.
     """
 
-    setting: Setting
+    setting: MemorySetting
     by_seed: Mapping[int, float]
     gaps: Sequence[float]
 
@@ -261,7 +261,7 @@ def _printed(rows: Sequence[PaperRow], model: ModelName) -> list[str]:
     return table(header, lines)
 
 
-def _cross(base: Setting, columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _cross(base: MemorySetting, columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the totals by nonzeros (rows) and by another part of the setting (columns)."""
     header = ["% nonzeros", *(f"{name}: {way}" for name in columns for way in ("paper", "planned"))]
     lines: list[list[str]] = []
@@ -274,7 +274,7 @@ def _cross(base: Setting, columns: Mapping[str, Mapping[str, Any]]) -> list[str]
     return table(header, lines)
 
 
-def _kinds(group: Sequence[Setting]) -> list[str]:
+def _kinds(group: Sequence[MemorySetting]) -> list[str]:
     """Return both columns of some settings by kind."""
     kinds = ("model", "optimizer", "activations", "total")
     header = ["% nonzeros, bits, microbatch, strategy"]
@@ -297,7 +297,7 @@ def _planned_kinds(planned: MemoryColumn) -> list[int]:
     return [*planned.kinds.values(), planned.total]
 
 
-def _against(group: Sequence[Setting]) -> list[str]:
+def _against(group: Sequence[MemorySetting]) -> list[str]:
     """Return each network beside the shallower and the narrower one of the nearest bytes."""
     header = ["network, % nonzeros, microbatch", "paper, MB", "planned, MB"]
     header += ["nearest shallower", "paper, MB", "nearest narrower", "paper, MB"]
@@ -321,14 +321,14 @@ def _against(group: Sequence[Setting]) -> list[str]:
     return table(header, lines)
 
 
-def _network(setting: Setting) -> str:
+def _network(setting: MemorySetting) -> str:
     layers, width = setting.size
     name = "WRN" if setting.model in ("wrn", "small") else MODELS[setting.model].title
     separator = "-" if name == "WRN" else " "
     return f"{name}{separator}{layers}{'-' if name == 'WRN' else ' x '}{width:g}"
 
 
-def _strategy(setting: Setting) -> str:
+def _strategy(setting: MemorySetting) -> str:
     if setting.strategy == NONE:
         return "NONE"
     return "RESIDUAL-1" if setting.strategy == RESIDUAL_1 else f"RESIDUAL-{setting.strategy.m}\\*"

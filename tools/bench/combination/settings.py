@@ -143,7 +143,7 @@ MODELS: Mapping[ModelName, Model] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class MemorySetting:
     """A declared row.
 
     Attributes:
@@ -212,14 +212,14 @@ class Setting:
         return resolve(parse(self.flags, paths=GRADIENT_PATHS, task=task), 1)
 
 
-def wrn(size: Size = (28, 2), **more: Any) -> Setting:
+def wrn(size: Size = (28, 2), **more: Any) -> MemorySetting:
     """Return a setting of a WRN."""
-    return Setting(model="wrn", size=size, **more)
+    return MemorySetting(model="wrn", size=size, **more)
 
 
-def printed(row: PaperRow, model: ModelName) -> Setting:
+def printed(row: PaperRow, model: ModelName) -> MemorySetting:
     """Return the setting of a row that the report prints."""
-    return Setting(
+    return MemorySetting(
         model=model,
         size=MODELS[model].size,
         nonzeros=round(100 * row.nonzero),
@@ -242,7 +242,7 @@ def smaller(model: ModelName) -> tuple[list[Size], list[Size]]:
     return shallow, [size for size in sizes if size[1] < width]
 
 
-def figures() -> dict[str, list[Setting]]:
+def figures() -> dict[str, list[MemorySetting]]:
     """Return the declared settings by figure or table; a setting may stand in several."""
     low: dict[str, Any] = {"bits": 16, "strategy": STAR_2}
     return {
@@ -256,7 +256,7 @@ def figures() -> dict[str, list[Setting]]:
         "Fig. 8": list(_against_smaller("wrn", (10, 4), NONZEROS, STAR_2)),
         "Table 3": [printed(row, "wrn") for row in TABLE_3],
         "Fig. 9": [
-            Setting(
+            MemorySetting(
                 model="dc",
                 size=MODELS["dc"].size,
                 nonzeros=nonzeros,
@@ -269,7 +269,7 @@ def figures() -> dict[str, list[Setting]]:
         "Fig. 10": list(_against_smaller("dc", (250,), NONZEROS, RESIDUAL_1)),
         "Table 4": [printed(row, "dc") for row in TABLE_4],
         "GPT": [
-            Setting(
+            MemorySetting(
                 model="gpt",
                 size=MODELS["gpt"].size,
                 nonzeros=nonzeros,
@@ -287,14 +287,14 @@ def figures() -> dict[str, list[Setting]]:
 
 def _against_smaller(
     model: ModelName, microbatches: Sequence[int], nonzeros: Sequence[int], strategy: Strategy
-) -> Iterator[Setting]:
+) -> Iterator[MemorySetting]:
     """Yield the sparse networks and, dense, the shallower and the narrower ones, in 16 bits."""
     shallow, narrow = smaller(model)
     whole = MODELS[model].size
     sizes = [(whole, each) for each in nonzeros] + [(size, 100) for size in (*shallow, *narrow)]
     for microbatch in microbatches:
         for size, share in sizes:
-            yield Setting(
+            yield MemorySetting(
                 model=model,
                 size=size,
                 nonzeros=share,
@@ -304,6 +304,6 @@ def _against_smaller(
             )
 
 
-def settings() -> dict[str, Setting]:
+def settings() -> dict[str, MemorySetting]:
     """Return all declared settings once, by name."""
     return {each.name: each for group in figures().values() for each in group}

@@ -18,7 +18,7 @@ from megatron.low_memory.paper_accounting import NONE, STAR_2, Bits
 from megatron.report import read_run
 from samo.schedule import FRACTION
 from tools.bench.combination.memory import nearest
-from tools.bench.combination.settings import BATCH, MODELS, WRN, Setting, smaller
+from tools.bench.combination.settings import BATCH, MODELS, WRN, MemorySetting, smaller
 from tools.bench.convergence.finished import is_finished
 from tools.bench.convergence.rows import Row, append_row, read_rows
 from tools.bench.convergence.run import Runner
@@ -33,13 +33,13 @@ SHARES = (100, 30, 10)
 SMALL = MODELS["small"]
 
 
-def trained() -> tuple[Setting, ...]:
+def trained() -> tuple[MemorySetting, ...]:
     """Return the trained settings, the most important first."""
     first, rest = _tiers()
     return (*first, *rest)
 
 
-def _tiers() -> tuple[list[Setting], list[Setting]]:
+def _tiers() -> tuple[list[MemorySetting], list[MemorySetting]]:
     """Return the settings that compare all techniques with none, and the others.
 
     All together are the cross of nonzeros, bits and microbatches, whole or a tenth, and the
@@ -47,9 +47,11 @@ def _tiers() -> tuple[list[Setting], list[Setting]]:
     bits and small microbatches.
     """
 
-    def by_nonzeros(bits: Bits, microbatch: int) -> list[Setting]:
+    def by_nonzeros(bits: Bits, microbatch: int) -> list[MemorySetting]:
         low: dict[str, Any] = {"model": "small", "size": SMALL.size, "strategy": STAR_2}
-        return [Setting(nonzeros=each, bits=bits, microbatch=microbatch, **low) for each in SHARES]
+        return [
+            MemorySetting(nonzeros=each, bits=bits, microbatch=microbatch, **low) for each in SHARES
+        ]
 
     none, every = by_nonzeros(32, BATCH), by_nonzeros(16, BATCH // 10)
     _, sparse, sparser = every
@@ -58,7 +60,7 @@ def _tiers() -> tuple[list[Setting], list[Setting]]:
     return first, [each for each in rest if each not in first]
 
 
-def baselines(sparse: Sequence[Setting]) -> list[Setting]:
+def baselines(sparse: Sequence[MemorySetting]) -> list[MemorySetting]:
     """Return the shallower and the narrower dense network nearest in bytes to each setting."""
     found = [
         nearest(each, [replace(each, size=size, nonzeros=100) for size in sizes])
@@ -72,7 +74,7 @@ def baselines(sparse: Sequence[Setting]) -> list[Setting]:
 class TrainedRun:
     """A setting with a seed of initial values, order, augmentation and masks."""
 
-    setting: Setting
+    setting: MemorySetting
     seed: int
 
     @property
