@@ -41,7 +41,7 @@ RESIDUAL_1 = Strategy("residual", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class StudiedModel:
     """A model of the study.
 
     Attributes:
@@ -99,8 +99,8 @@ KERNELS = (3, 7, 15, 31, 31, 31)
 """Kernels of the decoder of a DC-Transformer; a shallower one has the first."""
 GPT_HEAD = 64
 """Width of an attention head of GPT-2."""
-MODELS: Mapping[ModelName, Model] = {
-    "wrn": Model(
+MODELS: Mapping[ModelName, StudiedModel] = {
+    "wrn": StudiedModel(
         title="WRN",
         task=VISION_TASK,
         config="wrn28_2_cifar10.yaml",
@@ -109,7 +109,7 @@ MODELS: Mapping[ModelName, Model] = {
         unit="images",
         two_moments=False,
     ),
-    "dc": Model(
+    "dc": StudiedModel(
         title="DC-Transformer",
         task=TRANSLATION_TASK,
         config="dc_transformer_de_en.yaml",
@@ -117,7 +117,7 @@ MODELS: Mapping[ModelName, Model] = {
         dense=DC["dense_tensors"],
         unit="tokens",
     ),
-    "gpt": Model(
+    "gpt": StudiedModel(
         title="GPT",
         task=GPT_TASK,
         config="gpt_124m.yaml",
@@ -127,7 +127,7 @@ MODELS: Mapping[ModelName, Model] = {
         sixteen="bf16",
         more=("--vocab-size", "50257", "--attention-dropout", "0", "--hidden-dropout", "0"),
     ),
-    "small": Model(
+    "small": StudiedModel(
         title="WRN-16-1",
         task=VISION_TASK,
         config="wrn28_2_cifar10.yaml",
