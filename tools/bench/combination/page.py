@@ -31,7 +31,13 @@ from tools.bench.combination.settings import (
     settings,
     wrn,
 )
-from tools.bench.combination.training import STEPS, TEST_IMAGES, runs, trained
+from tools.bench.combination.training import (
+    STEPS,
+    TEST_IMAGES,
+    baselines,
+    runs,
+    trained,
+)
 from tools.bench.common.page_files import FIGURE, write_page
 from tools.bench.convergence.groups import standard_error
 from tools.bench.convergence.report import table
@@ -169,6 +175,7 @@ def _trained(rows: Sequence[Row], reached: Sequence[Accuracy]) -> Iterator[str]:
     header += ["accuracy, %", "error", "gap", "error"]
     yield from table(header, [_accuracy_cells(each) for each in reached])
     yield from _effects(reached)
+    yield from _equal_bytes(reached)
     if missing := [run.name for run in every if run.name not in done]:
         yield f"\nNot run yet: {', '.join(missing)}."
 
@@ -223,6 +230,30 @@ def _effects(reached: Sequence[Accuracy]) -> Iterator[str]:
         yield from table(
             ("technique", "pairs", "seeds", "difference of accuracy, %", "error"), lines
         )
+
+
+def _equal_bytes(reached: Sequence[Accuracy]) -> Iterator[str]:
+    """Yield each sparse network less the smaller networks of the nearest bytes, seed by seed."""
+    known = {each.setting: each for each in reached}
+    lines: list[list[str]] = []
+    for setting, each in known.items():
+        smaller_ones = baselines([setting]) if setting.nonzeros < 100 else []
+        for other in (known[found] for found in smaller_ones if found in known):
+            differences = _by_seed([(each, other)])
+            if len(differences) > 1:
+                lines.append(
+                    [
+                        f"{setting.nonzeros} % of {_network(setting)}, {_network(other.setting)}",
+                        *(f"{comparable(s) / MB:.3f}" for s in (setting, other.setting)),
+                        str(len(differences)),
+                        f"{statistics.fmean(differences):+.2f}",
+                        f"{standard_error(differences):.2f}",
+                    ]
+                )
+    if lines:
+        yield "\nSparse networks less the shallower and the narrower network nearest in bytes:\n"
+        header = ["networks", "sparse, MB", "smaller, MB", "seeds", "difference of accuracy, %"]
+        yield from table([*header, "error"], lines)
 
 
 def _by_seed(pairs: Sequence[tuple[Accuracy, Accuracy]]) -> list[float]:
