@@ -123,6 +123,7 @@ def _actual(config: Config, world: int, options: argparse.Namespace) -> Profile:
     from megatron.low_memory.ledger import COLUMNS, memory_ledger
     from megatron.low_memory.ledger_report import MOST_POINTS, draw_ledger, ledger_lines, thin
 
+    print(_note(config), end="")
     opened, vocabulary = _open(config)
     ledger = memory_ledger(
         opened,
@@ -138,21 +139,27 @@ def _actual(config: Config, world: int, options: argparse.Namespace) -> Profile:
     return Profile(ledger.as_data(), lambda file: draw_ledger(file, ledger), {"samples": samples})
 
 
+def _note(config: Config) -> str:
+    """Return the line on what is assumed of a vocabulary or of dictionaries; "" if nothing is."""
+    if isinstance(config, GPTConfig):
+        _, note = vocabulary_of(config)
+        return f"note: {note}\n\n" if note else ""
+    return f"note: {ASSUMED_DICTIONARIES}\n" if isinstance(config, TranslationConfig) else ""
+
+
 def _open(config: Config) -> tuple[Profiled, int]:
     """Return the model of a configuration without its data, and the vocabulary of a GPT."""
     if isinstance(config, GPTConfig):
         from megatron.data.vocabulary import Vocabulary
         from megatron.tasks.gpt import LoadedGPT
 
-        size, note = vocabulary_of(config)
-        print(f"note: {note}\n" if note else "", end="")
+        size, _ = vocabulary_of(config)
         return LoadedGPT(GPT_TASK, config, Vocabulary(size=size)), size
     if isinstance(config, VisionConfig):
         return VISION_TASK.open(config), 0
     from megatron.low_memory.dry_run import DryTranslation
 
     assert isinstance(config, TranslationConfig), "the last of TASKS"
-    print(f"note: {ASSUMED_DICTIONARIES}")
     return DryTranslation(config, *DICTIONARIES), 0
 
 
@@ -160,7 +167,8 @@ def _paper(config: Config, world: int, options: argparse.Namespace) -> Profile:
     """Print the report's accounting of a model, and return its totals and its picture."""
     check_covered(config, world)
     bits = 32 if config.precision.param_dtype == "float32" else 16
-    title, network, graph, microbatch = _counted(config)
+    print(_note(config), end="")
+    title, network, graph, microbatch = counted_network(config)
     model, optimizer = network.states(bits=bits, nonzero=options.nonzero)
     counted: PaperAccount | None = None
     if graph is not None:
@@ -222,7 +230,7 @@ def _paper_lines(
     )
 
 
-def _counted(config: Config) -> tuple[str, CountedNetwork, Graph | None, int]:
+def counted_network(config: Config) -> tuple[str, CountedNetwork, Graph | None, int]:
     """Return a model's title, parameters, operations and samples of a microbatch."""
     batch, optimizer = config.training.micro_batch_size, config.optimizer.optimizer
     if isinstance(config, VisionConfig):
@@ -231,8 +239,7 @@ def _counted(config: Config) -> tuple[str, CountedNetwork, Graph | None, int]:
         graph = wide_resnet_graph(**size, height=model.img_h, image_width=model.img_w)
         return model.title, wide_resnet_network(**size, optimizer=optimizer), graph, batch
     if isinstance(config, GPTConfig):
-        vocabulary, note = vocabulary_of(config)
-        print(f"note: {note}\n" if note else "", end="")
+        vocabulary, _ = vocabulary_of(config)
         model = config.model
         graph = gpt_graph(
             layers=model.num_layers,
@@ -245,7 +252,6 @@ def _counted(config: Config) -> tuple[str, CountedNetwork, Graph | None, int]:
         network = gpt_network(_padded_shapes(config, vocabulary), optimizer=optimizer)
         return f"GPT of {model.num_layers} layers", network, graph, batch
     assert isinstance(config, TranslationConfig), "the last of TASKS"
-    print(f"note: {ASSUMED_DICTIONARIES}")
     return "DC-Transformer", dynamic_conv_network(config.model, optimizer=optimizer), None, batch
 
 

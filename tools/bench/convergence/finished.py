@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config import GPTConfig, parse, resolve
+from megatron.config import Config, GPTConfig, parse, resolve
 from megatron.errors import ConfigError
 from megatron.run_dir import CONFIG
 from megatron.status import read_status
@@ -15,16 +15,25 @@ ELSEWHERE = ("data", "checkpoint", "parallel", "logging", "run", "recompute")
 """Sections that may differ: folders, and settings that change no loss."""
 
 
-def is_finished(folder: Path, flags: Sequence[str], ranks: int) -> bool:
-    """Return whether the folder holds all steps of the run with these flags of `pretrain_gpt.py`.
+def is_finished(
+    folder: Path, flags: Sequence[str], ranks: int, task: type[Config] = GPTConfig
+) -> bool:
+    """Return whether the folder holds all steps of the run with these flags.
+
+    Args:
+        folder: The run folder.
+        flags: Flags of the entry script of `task`.
+        ranks: Ranks of the run.
+        task: The configuration that the flags describe.
 
     Raises `ConfigError` if it holds another run, whose steps could be taken for this one's.
     """
     status = read_status(folder)
     if status is None or status.state != "done" or not (folder / CONFIG).is_file():
         return False
-    asked = resolve(parse(flags, paths=GRADIENT_PATHS), ranks)
-    found = resolve(parse(["--config", str(folder / CONFIG)], paths=GRADIENT_PATHS), ranks)
+    asked = resolve(parse(flags, paths=GRADIENT_PATHS, task=task), ranks)
+    known = ["--config", str(folder / CONFIG)]
+    found = resolve(parse(known, paths=GRADIENT_PATHS, task=task), ranks)
     if differing := _differences(asked, found):
         raise ConfigError(
             f"--work: {folder} holds a run with other settings: {', '.join(differing)}; remove it, "
@@ -33,7 +42,7 @@ def is_finished(folder: Path, flags: Sequence[str], ranks: int) -> bool:
     return status.iteration == asked.total_iterations()
 
 
-def _differences(asked: GPTConfig, found: GPTConfig) -> list[str]:
+def _differences(asked: Config, found: Config) -> list[str]:
     theirs = found.sections
     return [
         name

@@ -47,14 +47,14 @@ BENCH = REPO / "tools" / "bench"
 ROWS = "results.jsonl"
 
 Runner = Callable[[Sequence[str], int, Path], int]
-"""Runs `pretrain_gpt.py` on a number of ranks, with output to a file; returns the code."""
+"""Runs an entry script on a number of ranks, with output to a file; returns the code."""
 
 
 class Processes:
     """A `Runner` that starts processes, `threads` threads in each, and can end them all."""
 
-    def __init__(self, *, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, *, threads: int, script: str = "pretrain_gpt.py") -> None:
+        self._threads, self._script = threads, script
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self.stopping = False
@@ -68,7 +68,7 @@ class Processes:
                 if self.stopping:
                     return 130
                 process = subprocess.Popen(
-                    [*command, str(REPO / "pretrain_gpt.py"), *flags],
+                    [*command, str(REPO / self._script), *flags],
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C reaches them once, from `stop`
