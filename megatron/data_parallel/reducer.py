@@ -86,8 +86,7 @@ class SparseIndex(Protocol):
         """Apply the update rule in place to the bucket-sized `weight` and `moments`.
 
         `reduced.values` times `factor` is the gradient at the positions; `reduced.unselected`
-        defines the rest. "frozen" entries are not touched: the optimizer applies their weight
-        decay.
+        defines the rest. Weights of "frozen" entries decay, and their moments stay.
         """
         ...
 
