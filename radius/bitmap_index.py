@@ -88,7 +88,6 @@ class BitmapIndexBase(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self._kernels = _kernels_for(device)
-        self._fused = device.type == "cuda" and self._kernels is not reference
         self._chunk = CHUNK if device.type == "cpu" else CUDA_CHUNK
 
     @property
@@ -140,9 +139,11 @@ class BitmapIndexBase(ABC):
     ) -> None:
         """Apply an update rule as `SparseIndex.apply` says.
 
-        On CUDA a fused AdamW kernel reads the values without expanding them first.
+        A fused AdamW kernel reads the values without expanding them first, and decays the weights.
         """
-        constants = rule.adamw if self._fused else None
+        frozen = reduced.unselected == "frozen"
+        fused = reduced.unselected in self._kernels.FUSED_ADAMW
+        constants = rule.adamw if fused else None
         if constants is not None:
             self._kernels.adamw(
                 self.bits,
@@ -151,14 +152,15 @@ class BitmapIndexBase(ABC):
                 weight,
                 *moments,
                 factor=factor,
-                frozen=reduced.unselected == "frozen",
+                frozen=frozen,
                 lr=hyper.lr,
                 weight_decay=hyper.weight_decay,
                 betas=(constants.beta1, constants.beta2),
                 eps=constants.eps,
                 t=hyper.t,
             )
-        elif reduced.unselected == "frozen":
+        elif frozen:
+            hyper = hyper.decay(weight)
             self._apply_to_chosen(rule, reduced, weight, moments, hyper, factor)
         else:
             self._apply_to_all(rule, reduced, weight, moments, hyper, factor)
@@ -369,8 +371,17 @@ class BitmapIndex(BitmapIndexBase, BucketIndex):
         return self._tally.count(start, start + length)
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
-        for lo, hi, chosen in self.selected(start, length):
-            flat[lo:hi].masked_fill_(chosen, 0.0)
+        # Kernels clear whole groups of blocks, and `selected` has the rest of the range.
+        stop, group = start + length, GROUP * BLOCK
+        first, last = -(-start // group), stop // group
+        edges = [(start, stop)]
+        if first < last:
+            edges = [(start, first * group), (last * group, stop)]
+            inner = self.bits.part(first * GROUP, last * GROUP)
+            self._kernels.clear(inner, flat[first * group : last * group])
+        for lo, hi in edges:
+            for at, upto, chosen in self.selected(lo, hi - lo):
+                flat[at:upto].masked_fill_(chosen, 0.0)
 
     def packed(self, start: int, length: int) -> torch.Tensor:
         """Return the selection in `[start, start + length)`: uint8 on the CPU, bit 7 first.

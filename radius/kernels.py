@@ -19,6 +19,8 @@ from megatron.sparse.reference import BLOCK, GROUP, Bits
 
 # Blocks per program, limited by registers so that several programs share a multiprocessor.
 _TO_COMPACT, _TO_EXPAND, _TO_UPDATE = 2, GROUP, 1
+FUSED_ADAMW = ("zero", "frozen")
+"""Values of `ReducedGrad.unselected` for which there is an AdamW kernel."""
 LEAST = 1e-38
 """Replacement for a beta2 of 0, which has no logarithm."""
 
@@ -72,7 +74,8 @@ def adamw(
     """Apply AdamW's step `t` to fp32 weight and moments, with gradients at the selected entries.
 
     Up to rounding this is torch's fused kernel on a gradient of `values` times `factor` at the
-    selected entries and 0 elsewhere; with `frozen`, other entries keep weight and moments.
+    selected entries and 0 elsewhere; with `frozen`, other entries keep their moments and their
+    weights only decay.
     `steps_accumulated`: fp32 c for each value, which the second moment takes as c gradients of
     square g^2 / c each.
     """
@@ -195,7 +198,7 @@ def _adamw(
     updated = chosen if FROZEN else within
     mean = tl.load(exp_avg + begin + at, mask=updated, other=0.0)
     square = tl.load(exp_avg_sq + begin + at, mask=updated, other=0.0)
-    old = tl.load(weight + begin + at, mask=updated, other=0.0)
+    old = shrink * tl.load(weight + begin + at, mask=within, other=0.0)
     grad = tl.load(values + before + place, mask=chosen, other=0.0).to(tl.float32) * factor
     brought = grad * grad
     if ACCUMULATED:
@@ -205,7 +208,7 @@ def _adamw(
         square *= aged
     mean += rest1 * (grad - mean)
     square = beta2 * square + rest2 * brought
-    new = shrink * old - step_size * mean / (tl.sqrt(square) * unbias2 + eps)
+    new = old - step_size * mean / (tl.sqrt(square) * unbias2 + eps)
     tl.store(exp_avg + begin + at, mean, mask=updated)
     tl.store(exp_avg_sq + begin + at, square, mask=updated)
-    tl.store(weight + begin + at, new, mask=updated)
+    tl.store(weight + begin + at, tl.where(updated, new, old), mask=within)

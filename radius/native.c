@@ -3,7 +3,7 @@
  * One library serves every x86-64: each kernel is compiled for AVX-512 and for AVX2, and the caller
  * names the instruction set, which must be one that `sparsetron_instruction_set` allows.
  *
- * What `kernels.py` has in Triton, but for AdamW; `native.py` calls it. A bitmap is that of
+ * What `kernels.py` has in Triton; `native.py` calls it. A bitmap is that of
  * `megatron.sparse.reference`: 128 bytes for a block of 1024 entries, the first of eight entries in
  * a byte's highest bit. Whichever are set, nothing is touched beyond the lengths that are given.
  */
@@ -16,12 +16,12 @@
 #endif
 #include <immintrin.h>
 
-enum { VERSION = 3 };              /* raise it with every change, here and in native_library.py */
+enum { VERSION = 4 };              /* raise it with every change, here and in native_library.py */
 enum { BLOCK = 1024, GROUP = 64 }; /* entries: of a block, and looked at together */
 
 #define INLINE static inline __attribute__((always_inline))
 #define AVX512 __attribute__((target("avx512f,popcnt")))
-#define AVX2 __attribute__((target("avx2,popcnt")))
+#define AVX2 __attribute__((target("avx2,fma,popcnt")))
 
 /* Instruction sets: a processor that has one of them has those before it. */
 enum { NO_SET, SET_AVX2, SET_AVX512 };
@@ -184,12 +184,138 @@ AVX2 INLINE void expand_64_avx2(uint64_t w, const char *values, char *out, int s
     }
 }
 
+/* ---- AdamW of the chosen entries of 64, and decay of the weights of all of them -------------- */
+
+/* Constants of a step, as torch's fused kernel computes them, and the factors of the number of
+ * steps that was met last. */
+typedef struct {
+    float factor, rest1, beta2, rest2, shrink, step_size, root_bias2, eps;
+    float before; /* what of a gradient is added to the first moment before it decays */
+    double beta2_exact;
+    float steps, aged, root;
+} AdamW;
+
+/* Let `with` hold the factors of this number of steps: `accumulation_factors` of
+ * `update_rules.py`. */
+INLINE void take_factors(AdamW *with, float steps) {
+    if (with->steps == steps) return;
+    double beta2 = with->beta2_exact, aged = 1, power = beta2;
+    for (int64_t n = (int64_t)steps - 1; n > 0; n >>= 1, power *= power)
+        if (n & 1) aged *= power;
+    double share = (1 - beta2 * aged) / (steps * (1 - beta2));
+    with->steps = steps;
+    with->aged = (float)aged;
+    with->root = (float)_mm_cvtsd_f64(_mm_sqrt_sd(_mm_set_sd(0), _mm_set_sd(share)));
+}
+
+AVX512 INLINE void adamw_64_avx512(uint64_t w, const float *values, const float *steps,
+                                   float *weight, float *exp_avg, float *exp_avg_sq,
+                                   AdamW *with) {
+    for (int i = 0; i < GROUP; i += 16, w >>= 16) {
+        __mmask16 mask = (__mmask16)w;
+        __m512 old = _mm512_mul_ps(_mm512_loadu_ps(weight + i), _mm512_set1_ps(with->shrink));
+        if (!mask) {
+            if (with->shrink != 1) _mm512_storeu_ps(weight + i, old);
+            continue;
+        }
+        __m512 mean = _mm512_loadu_ps(exp_avg + i), square = _mm512_loadu_ps(exp_avg_sq + i);
+        __m512 some = _mm512_loadu_ps(values);
+        __asm__("" : "+v"(some)); /* as above */
+        __m512 grad = _mm512_mul_ps(_mm512_maskz_expand_ps(mask, some),
+                                    _mm512_set1_ps(with->factor));
+        if (steps != NULL) {
+            __m512 counts = _mm512_loadu_ps(steps);
+            __asm__("" : "+v"(counts));
+            counts = _mm512_mask_expand_ps(_mm512_set1_ps(1), mask, counts);
+            __mmask16 summed = _mm512_cmp_ps_mask(counts, _mm512_set1_ps(1), _CMP_NEQ_OQ);
+            __m512 sum = grad;
+            while (summed) {
+                take_factors(with, _mm512_cvtss_f32(_mm512_maskz_compress_ps(summed, counts)));
+                __mmask16 alike = _mm512_mask_cmp_ps_mask(
+                    summed, counts, _mm512_set1_ps(with->steps), _CMP_EQ_OQ);
+                square = _mm512_mask_mul_ps(square, alike, square, _mm512_set1_ps(with->aged));
+                __m512 part = _mm512_mul_ps(_mm512_set1_ps(with->before), sum);
+                mean = _mm512_mask3_fmadd_ps(part, _mm512_set1_ps(1 - with->root), mean, alike);
+                grad = _mm512_mask_mul_ps(grad, alike, sum, _mm512_set1_ps(with->root));
+                summed &= ~alike;
+            }
+            steps += __builtin_popcount(mask);
+        }
+        values += __builtin_popcount(mask);
+        mean = _mm512_fmadd_ps(_mm512_set1_ps(with->rest1), _mm512_sub_ps(grad, mean), mean);
+        __m512 brought = _mm512_mul_ps(_mm512_set1_ps(with->rest2), grad);
+        square = _mm512_mul_ps(square, _mm512_set1_ps(with->beta2));
+        square = _mm512_fmadd_ps(brought, grad, square);
+        __m512 root = _mm512_div_ps(_mm512_sqrt_ps(square), _mm512_set1_ps(with->root_bias2));
+        __m512 scale = _mm512_add_ps(root, _mm512_set1_ps(with->eps));
+        __m512 step = _mm512_mul_ps(_mm512_set1_ps(-with->step_size), mean);
+        _mm512_mask_storeu_ps(exp_avg + i, mask, mean);
+        _mm512_mask_storeu_ps(exp_avg_sq + i, mask, square);
+        _mm512_storeu_ps(weight + i, _mm512_mask_add_ps(old, mask, old,
+                                                        _mm512_div_ps(step, scale)));
+    }
+}
+
+AVX2 INLINE void adamw_64_avx2(uint64_t w, const float *values, const float *steps, float *weight,
+                               float *exp_avg, float *exp_avg_sq, AdamW *with) {
+    for (int i = 0; i < GROUP; i += 8, w >>= 8) {
+        int byte = w & 0xff, chosen = __builtin_popcount(byte);
+        __m256 old = _mm256_mul_ps(_mm256_loadu_ps(weight + i), _mm256_set1_ps(with->shrink));
+        if (!byte) {
+            if (with->shrink != 1) _mm256_storeu_ps(weight + i, old);
+            continue;
+        }
+        __m256 mask = _mm256_castsi256_ps(mask_of(byte));
+        __m256i before = row_of(chosen_before, byte);
+        __m256 mean = _mm256_loadu_ps(exp_avg + i), square = _mm256_loadu_ps(exp_avg_sq + i);
+        __m256 old_mean = mean, old_square = square;
+        __m256 grad = _mm256_mul_ps(_mm256_permutevar8x32_ps(_mm256_loadu_ps(values), before),
+                                    _mm256_set1_ps(with->factor));
+        if (steps != NULL) {
+            __m256 one = _mm256_set1_ps(1), sum = grad;
+            __m256 counts = _mm256_permutevar8x32_ps(_mm256_loadu_ps(steps), before);
+            __m256 other = _mm256_cmp_ps(counts, one, _CMP_NEQ_OQ);
+            int summed = _mm256_movemask_ps(_mm256_and_ps(other, mask));
+            while (summed) {
+                float each[8];
+                _mm256_storeu_ps(each, counts);
+                take_factors(with, each[__builtin_ctz(summed)]);
+                __m256 alike = _mm256_cmp_ps(counts, _mm256_set1_ps(with->steps), _CMP_EQ_OQ);
+                __m256 aged = _mm256_mul_ps(square, _mm256_set1_ps(with->aged));
+                __m256 part = _mm256_mul_ps(_mm256_set1_ps(with->before), sum);
+                __m256 more = _mm256_fmadd_ps(part, _mm256_set1_ps(1 - with->root), mean);
+                __m256 less = _mm256_mul_ps(sum, _mm256_set1_ps(with->root));
+                square = _mm256_blendv_ps(square, aged, alike);
+                mean = _mm256_blendv_ps(mean, more, alike);
+                grad = _mm256_blendv_ps(grad, less, alike);
+                int done = _mm256_movemask_ps(alike);
+                summed &= ~done;
+            }
+            steps += chosen;
+        }
+        values += chosen;
+        mean = _mm256_fmadd_ps(_mm256_set1_ps(with->rest1), _mm256_sub_ps(grad, mean), mean);
+        __m256 brought = _mm256_mul_ps(_mm256_set1_ps(with->rest2), grad);
+        square = _mm256_mul_ps(square, _mm256_set1_ps(with->beta2));
+        square = _mm256_fmadd_ps(brought, grad, square);
+        __m256 root = _mm256_div_ps(_mm256_sqrt_ps(square), _mm256_set1_ps(with->root_bias2));
+        __m256 scale = _mm256_add_ps(root, _mm256_set1_ps(with->eps));
+        __m256 step = _mm256_mul_ps(_mm256_set1_ps(-with->step_size), mean);
+        __m256 new = _mm256_add_ps(old, _mm256_div_ps(step, scale));
+        _mm256_storeu_ps(exp_avg + i, _mm256_blendv_ps(old_mean, mean, mask));
+        _mm256_storeu_ps(exp_avg_sq + i, _mm256_blendv_ps(old_square, square, mask));
+        _mm256_storeu_ps(weight + i, _mm256_blendv_ps(old, new, mask));
+    }
+}
+
 /* ---- all of a tensor ------------------------------------------------------------------------- */
 
 /* Each instruction set's function inlines these, and with them the kernel that is a constant there.
  */
 typedef void Compact64(uint64_t w, char *flat, char *out, int size, int clear);
 typedef void Expand64(uint64_t w, const char *values, char *out, int size, int zeros, float scale);
+typedef void AdamW64(uint64_t w, const float *values, const float *steps, float *weight,
+                     float *exp_avg, float *exp_avg_sq, AdamW *with);
 
 INLINE int64_t compact_all(Compact64 *compact_64, Bitmap bits, char *flat, int64_t length,
                            char *out, int64_t count, int size, int clear) {
@@ -234,6 +360,40 @@ INLINE int64_t expand_all(Expand64 *expand_64, Bitmap bits, int64_t first, const
     return done;
 }
 
+/* The first `some` of 64 floats, which may be all that there are. */
+INLINE void copy_some(float *to, const float *from, int64_t some) {
+    memcpy(to, from, some * sizeof *from);
+}
+
+INLINE int64_t adamw_all(AdamW64 *adamw_64, Bitmap bits, const float *values, const float *steps,
+                         int64_t count, float *weight, float *exp_avg, float *exp_avg_sq,
+                         int64_t length, AdamW *with) {
+    int64_t done = 0;
+    for (int64_t i = 0; i < length; i += GROUP) {
+        uint64_t w = chosen(bits, i);
+        int64_t left = length - i, some = __builtin_popcountll(w);
+        if (done + some > count || (left < GROUP && w >> left)) return -1;
+        float last_values[GROUP], last_steps[GROUP], last_states[3][GROUP];
+        const float *mine = values + done, *of_mine = steps == NULL ? NULL : steps + done;
+        if (done + GROUP > count) {
+            copy_some(last_values, mine, some);
+            if (steps != NULL) copy_some(last_steps, of_mine, some);
+            mine = last_values;
+            of_mine = steps == NULL ? NULL : last_steps;
+        }
+        float *states[3] = {weight + i, exp_avg + i, exp_avg_sq + i};
+        if (left >= GROUP) {
+            adamw_64(w, mine, of_mine, states[0], states[1], states[2], with);
+        } else {
+            for (int s = 0; s < 3; s++) copy_some(last_states[s], states[s], left);
+            adamw_64(w, mine, of_mine, last_states[0], last_states[1], last_states[2], with);
+            for (int s = 0; s < 3; s++) copy_some(states[s], last_states[s], left);
+        }
+        done += some;
+    }
+    return done;
+}
+
 /* ---- by instruction set ---------------------------------------------------------------------- */
 
 #define KERNELS(TARGET, set)                                                                       \
@@ -251,6 +411,12 @@ INLINE int64_t expand_all(Expand64 *expand_64, Bitmap bits, int64_t first, const
                               1);                                                                  \
         return expand_all(expand_64_##set, bits, first, values, count, out, length, 4, zeros,      \
                           scale);                                                                  \
+    }                                                                                              \
+    TARGET static int64_t adamw_##set(Bitmap bits, const float *values, const float *steps,        \
+                                      int64_t count, float *weight, float *exp_avg,                \
+                                      float *exp_avg_sq, int64_t length, AdamW *with) {            \
+        return adamw_all(adamw_64_##set, bits, values, steps, count, weight, exp_avg, exp_avg_sq,  \
+                         length, with);                                                            \
     }
 
 KERNELS(AVX2, avx2)
@@ -263,6 +429,7 @@ int sparsetron_version(void) { return VERSION; }
 /* The best instruction set that this processor has; without any, nothing below may be called. */
 int sparsetron_instruction_set(void) {
     if (!__builtin_cpu_supports("popcnt") || !__builtin_cpu_supports("avx2")) return NO_SET;
+    if (!__builtin_cpu_supports("fma")) return NO_SET;
     return __builtin_cpu_supports("avx512f") ? SET_AVX512 : SET_AVX2;
 }
 
@@ -288,6 +455,26 @@ int64_t sparsetron_expand(int set, const char *words, const int32_t *patch, cons
     if (set == SET_AVX512)
         return expand_avx512(bits, first, values, count, out, length, size, zeros, scale);
     return expand_avx2(bits, first, values, count, out, length, size, zeros, scale);
+}
+
+/* Update the chosen ones of `length` entries by AdamW, and decay the weights of all of them.
+ * `values` times `factor` are the gradients, and each sums as many steps as `steps` says, if that is
+ * not NULL. How many were updated; -1, with some of it done, where that would be more than `count`,
+ * or one of the last 64 lies beyond the length. */
+int64_t sparsetron_adamw(int set, const char *words, const int32_t *patch, const char *patches,
+                         const float *values, const float *steps, int64_t count, float *weight,
+                         float *exp_avg, float *exp_avg_sq, int64_t length, double factor,
+                         double beta1, double beta2, double shrink, double step_size,
+                         double root_bias2, double eps) {
+    Bitmap bits = {words, patch, patches};
+    AdamW with = {
+        .factor = factor, .rest1 = 1 - beta1, .beta2 = beta2, .rest2 = 1 - beta2,
+        .shrink = shrink, .step_size = step_size, .root_bias2 = root_bias2, .eps = eps,
+        .before = (1 - beta1) / beta1, .beta2_exact = beta2, .steps = 1, .aged = 1, .root = 1,
+    };
+    if (set == SET_AVX512)
+        return adamw_avx512(bits, values, steps, count, weight, exp_avg, exp_avg_sq, length, &with);
+    return adamw_avx2(bits, values, steps, count, weight, exp_avg, exp_avg_sq, length, &with);
 }
 
 /* How many bits are set in each of so many blocks. */

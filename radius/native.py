@@ -6,6 +6,7 @@ The reference handles tensors whose entries do not have 2 or 4 bytes. The functi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,11 @@ from megatron.sparse.reference import BLOCK, Bits
 from radius import reference
 from radius.native_library import INSTRUCTION_SETS, instruction_sets, native_library
 
+FUSED_ADAMW = ("frozen",)
+"""Values of `ReducedGrad.unselected` for which there is an AdamW kernel.
+
+With zeros elsewhere, torch's own kernel on expanded chunks is as fast.
+"""
 SIZES = (2, 4)
 """Sizes of an entry, in bytes, for which there are kernels."""
 _library: Any = native_library()
@@ -70,6 +76,44 @@ def expand(
 def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
     """Place values as `reference.place` does."""
     _expand(bits, values, out, first=0, zeros=False)
+
+
+def adamw(
+    bits: Bits,
+    values: torch.Tensor,
+    steps_accumulated: torch.Tensor | None,
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    factor: float,
+    frozen: bool,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    t: int,
+) -> None:
+    """Apply AdamW's step `t` to fp32 weight and moments, with gradients at the selected entries.
+
+    Up to rounding this is `AdamW.apply` on the selected entries alone. The weights of the other
+    entries, which are `frozen`, only decay.
+    """
+    assert frozen, "torch's kernel updates all entries as fast"
+    beta1, beta2 = betas
+    length, grad = weight.numel(), values.float()
+    counts = steps_accumulated
+    states = (weight, exp_avg, exp_avg_sq)
+    _require(length <= bits.blocks * BLOCK and all(state.numel() == length for state in states))
+    _require(all(state.dtype == torch.float32 for state in states))
+    _require(counts is None or (counts.dtype, counts.shape) == (torch.float32, grad.shape))
+    done = _library.sparsetron_adamw(
+        *(_in_use.get(), _at(bits.words), _at(bits.patch), _at(bits.patches)),
+        *(_at(grad), _at(counts), grad.numel(), *(_at(state) for state in states), length),
+        *(factor, beta1, beta2, 1.0 - lr * weight_decay, lr / (1.0 - beta1**t)),
+        *(math.sqrt(1.0 - beta2**t), eps),
+    )
+    _require(done == grad.numel())
 
 
 def count_blocks(words: torch.Tensor) -> torch.Tensor:

@@ -11,20 +11,24 @@ from functools import cache
 from importlib.util import find_spec
 
 MODULE = "sparsetron_native"
-VERSION = 3
+VERSION = 4
 """Version in `native.c`, so that an older build is not used.
 
 It is raised in both files with every change.
 """
 INSTRUCTION_SETS = ("AVX2", "AVX-512")
 """Instruction sets for which kernels are compiled, numbered from 1 as in `native.c`."""
-_POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_POINTER, _INT64, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _BITMAP = [_POINTER, _POINTER, _POINTER]
 _FROM_TO = [_POINTER, _INT64, _POINTER, _INT64]
 _HOW = [_INT, _INT]
 _ARGUMENTS = {
     "sparsetron_compact": [_INT, *_BITMAP, *_FROM_TO, *_HOW],
     "sparsetron_expand": [_INT, *_BITMAP, _INT64, *_FROM_TO, *_HOW, ctypes.c_float],
+    "sparsetron_adamw": [
+        *(_INT, *_BITMAP, _POINTER, _POINTER, _INT64),
+        *(_POINTER, _POINTER, _POINTER, _INT64, *[_DOUBLE] * 7),
+    ],
     "sparsetron_count": [_POINTER, _INT64, _POINTER],
 }
 

@@ -130,6 +130,7 @@ class OffsetIndexBase(ABC):
     ) -> None:
         """Apply an update rule as `SparseIndex.apply` says."""
         if reduced.unselected == "frozen":
+            hyper = hyper.decay(weight)
             self._apply_to_sent(rule, reduced, weight, moments, hyper, factor)
         else:
             assert reduced.steps_accumulated is None, "sums of several steps belong to frozen rests"

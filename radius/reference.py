@@ -10,6 +10,9 @@ from megatron.sparse.reference import BLOCK, CHUNK, Bits, positions
 from megatron.sparse.reference import count_blocks as count_blocks
 from megatron.sparse.reference import write_bits as write_bits
 
+FUSED_ADAMW: tuple[str, ...] = ()
+"""Values of `ReducedGrad.unselected` for which there is an AdamW kernel."""
+
 
 def compact(
     bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False

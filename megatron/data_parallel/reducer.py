@@ -22,11 +22,13 @@ class StepContext:
 
     `t` is the number of the update that the step would become (Adam's t, from 1).
     `layout_is_final`: stored entries will not change any more, so that state may be kept by entry.
+    `is_logged`: statistics that take a pass over state are wanted of the step.
     """
 
     t: int
     loss_scale: float = 1.0
     layout_is_final: bool = True
+    is_logged: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,7 @@ class SparseIndex(Protocol):
         """Apply the update rule in place to the bucket-sized `weight` and `moments`.
 
         `reduced.values` times `factor` is the gradient at the positions; `reduced.unselected`
-        defines the rest. "frozen" entries are not touched: the optimizer applies their weight
-        decay.
+        defines the rest. Weights of "frozen" entries decay, and their moments stay.
         """
         ...
 

@@ -425,13 +425,8 @@ class BucketOptimizer:
         weights = [state.master[run.start : run.stop] for run in runs]
         if hyper.weight_decay:
             weights = [weight.clone() for weight in weights]
-        sent = hyper
-        if reduced.unselected == "frozen" and hyper.weight_decay:
-            # Weight decay needs no gradient, so frozen entries decay, too.
-            state.master.mul_(hyper.shrink)
-            sent = dataclasses.replace(hyper, weight_decay=0.0)
         # Batch step 11: update the selected entries.
-        index.apply(self.rule, reduced, state.master, state.moments, sent, factor=factor)
+        index.apply(self.rule, reduced, state.master, state.moments, hyper, factor=factor)
         for run, weight in zip(runs, weights, strict=True):
             moments = [moment[run.start : run.stop] for moment in state.moments]
             values = reduced.values[run.values]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,9 +57,7 @@ def update_chunk(
     if grad.sent is None:
         rule.apply(weight, grad.values, moments, hyper)
         return
-    if hyper.weight_decay:
-        weight.mul_(hyper.shrink)
-        hyper = dataclasses.replace(hyper, weight_decay=0.0)
+    hyper = hyper.decay(weight)
     new = [state.clone() for state in states]
     rule.apply(new[0], grad.values, new[1:], hyper, grad.steps_accumulated)
     for state, changed in zip(states, new, strict=True):

@@ -6,17 +6,13 @@ that a rule serves resident, compressed and offloaded states.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 
 from megatron.errors import ConfigError, missing_extra
-
-LEAST = 1e-38
-"""The replacement for a beta of 0, whose logarithm is infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +27,16 @@ class Hyper:
     def shrink(self) -> float:
         """The factor of decoupled weight decay, which a rule without coupled decay applies."""
         return 1.0 - self.lr * self.weight_decay
+
+    def decay(self, weight: torch.Tensor) -> Hyper:
+        """Apply decoupled weight decay in place; return hyperparameters for the rest of the step.
+
+        Decay needs no gradient, so weights decay in every step, also where moments are frozen.
+        """
+        if not self.weight_decay:
+            return self
+        weight.mul_(self.shrink)
+        return replace(self, weight_decay=0.0)
 
 
 class AdamWConstants(NamedTuple):
@@ -95,6 +101,30 @@ class UpdateRule(Protocol):
         ...
 
 
+def accumulation_factors(steps: torch.Tensor, beta2: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return factors of Adam's second moment and of a gradient that sums c = `steps` steps.
+
+    They are beta2^(c - 1) and sqrt((1 - beta2^c) / (c (1 - beta2))), fp32 as `steps`, and exactly 1
+    where c is 1. Counts must be whole numbers from 1.
+    """
+    if steps.device.type != "cpu":
+        return _factors(steps, beta2)
+    # A CPU takes longer for powers than for the whole update, and the counts are few numbers.
+    most = float(steps.amax()) if steps.numel() else 0.0
+    counts = torch.arange(1.0, most + 1.0)
+    places = (steps - 1.0).int()
+    aged, root = (table.index_select(0, places) for table in _factors(counts, beta2))
+    return aged, root
+
+
+def _factors(steps: torch.Tensor, beta2: float) -> tuple[torch.Tensor, torch.Tensor]:
+    # In fp64, since 1 - beta2^c cancels for a beta2 near 1.
+    wide = steps.double()
+    aged = torch.pow(beta2, wide - 1.0)
+    root = ((1.0 - beta2 * aged) / (wide * (1.0 - beta2))).sqrt_()
+    return aged.float(), root.float()
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), by torch's fused kernel.
@@ -155,11 +185,8 @@ class AdamW:
         # The kernel gets a smaller gradient, which suits the second moment; the difference is added
         # to the first moment beforehand. Where c is 1 no bit changes.
         assert self.beta1 > 0, "a first moment that forgets at once cannot be prepared"
-        exp_avg_sq.mul_(torch.pow(self.beta2, steps_accumulated - 1))
-        # 1 - beta2^c without the cancellation of a beta2 near 1.
-        share = torch.expm1(steps_accumulated * math.log(self.beta2 or LEAST)).neg_()
-        root = share.div_(steps_accumulated).div_(1 - self.beta2).sqrt_()
-        root.masked_fill_(steps_accumulated == 1, 1.0)
+        aged, root = accumulation_factors(steps_accumulated, self.beta2)
+        exp_avg_sq.mul_(aged)
         exp_avg.addcmul_(grad, 1 - root, value=(1 - self.beta1) / self.beta1)
         return grad.mul_(root)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.optimizer.update_rules import SGD, AdamW, Hyper
+from megatron.optimizer.update_rules import SGD, AdamW, Hyper, accumulation_factors
 
 HYPER = Hyper(t=40, lr=1e-2, weight_decay=0.1)
 
@@ -40,6 +40,19 @@ def test_gradients_of_one_step_are_taken_as_without_a_count_bit_by_bit() -> None
     rule.apply(counted[0], counted[1], counted[2], HYPER, torch.ones(256))
     assert torch.equal(plain[0], counted[0])
     assert all(map(torch.equal, plain[2], counted[2]))
+
+
+@pytest.mark.parametrize("beta2", [0.999, 0.95, 0.0])
+def test_factors_of_a_count_do_not_depend_on_the_others(beta2: float) -> None:
+    counts = torch.tensor([1.0, 7.0, 2.0, 500.0, 1.0])
+    aged, root = accumulation_factors(counts, beta2)
+    for place, c in enumerate(counts.tolist()):
+        assert float(aged[place]) == pytest.approx(beta2 ** (c - 1), rel=1e-7)
+        wanted = math.sqrt((1 - beta2**c) / (c * (1 - beta2)))
+        assert float(root[place]) == pytest.approx(wanted, rel=1e-7)
+        alone = accumulation_factors(counts[place : place + 1], beta2)
+        assert (aged[place], root[place]) == alone
+    assert aged[0] == aged[4] == root[0] == root[4] == 1.0
 
 
 def test_noise_that_waited_leaves_the_second_moment_where_noise_that_did_not_would() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data_parallel.exchange import Exchange
+from megatron.optimizer.update_rules import AdamW, Hyper
 from megatron.parallel.groups import Group, ProcessGroups
 from megatron.parallel.tensor_shard import ModelShard
 from megatron.sparse.reference import BLOCK, GROUP, Bits, count_blocks
@@ -167,6 +169,55 @@ def test_what_is_not_finite_is_moved_and_cleared(instruction_set: str) -> None:
 
 
 @needs_native
+@by_instruction_set
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("counted", [False, True])
+@settings(deadline=None, max_examples=40)
+@given(length=LENGTHS, share=SHARES, flushed=st.booleans(), seed=st.integers(0, 2**31))
+def test_adamw_equals_the_rule_on_the_chosen_entries_and_decays_the_others(
+    instruction_set: str,
+    decay: float,
+    counted: bool,
+    length: int,
+    share: float,
+    flushed: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    bits = bits_of(length, share, flushed=flushed)
+    rule, hyper = AdamW(beta1=0.9, beta2=0.999, eps=1e-8), Hyper(t=7, lr=1e-2, weight_decay=decay)
+    chosen = torch.zeros(length)
+    reference.place(bits, torch.ones(int(bits.counts.sum())), chosen)
+    values = torch.randn(int(bits.counts.sum()))
+    counts = torch.randint(1, 5, values.shape).float() if counted else None
+    before = [torch.randn(length), torch.randn(length), torch.rand(length)]
+    wanted = [state[chosen > 0] for state in before]
+    rule.apply(wanted[0], values * 0.37, wanted[1:], hyper, counts)
+    states, padded = zip(*map(guarded, before), strict=True)
+    with using(instruction_set):
+        native.adamw(bits, values, counts, *states, **adamw_of(rule, hyper))
+    for state, mine, old in zip(states, wanted, before, strict=True):
+        # What a sum of several numbers can lose to cancellation, in units of their last places.
+        torch.testing.assert_close(state[chosen > 0], mine, rtol=1e-6, atol=1e-6)
+        frozen = old * hyper.shrink if state is states[0] else old
+        assert torch.equal(state[chosen == 0], frozen[chosen == 0])
+    assert_untouched(*padded)
+
+
+def adamw_of(rule: AdamW, hyper: Hyper) -> dict[str, Any]:
+    """Return the arguments of a kernel of AdamW that are no tensors."""
+    return {
+        "factor": 0.37,
+        "frozen": True,
+        "lr": hyper.lr,
+        "weight_decay": hyper.weight_decay,
+        "betas": (rule.beta1, rule.beta2),
+        "eps": rule.eps,
+        "t": hyper.t,
+    }
+
+
+@needs_native
 def test_blocks_are_counted() -> None:
     words = torch.randint(-(2**31), 2**31, (37, 32)).to(torch.int32)
     assert torch.equal(native.count_blocks(words), count_blocks(words))
@@ -183,7 +234,16 @@ def test_tensors_that_do_not_go_with_the_bitmap_are_refused(instruction_set: str
     short, around = guarded(torch.zeros(numel - 1))
     values = torch.zeros(numel)
     cut = 3 * BLOCK - 7
+    states = [torch.zeros(5 * BLOCK) for _ in range(3)]
+    constants = adamw_of(
+        AdamW(beta1=0.9, beta2=0.999, eps=1e-8), Hyper(t=1, lr=0.1, weight_decay=0)
+    )
     refused: list[Callable[[], None]] = [
+        lambda: native.adamw(bits, short, None, *states, **constants),
+        lambda: native.adamw(bits, torch.zeros(numel + 1), None, *states, **constants),
+        lambda: native.adamw(bits, values, short, *states, **constants),
+        lambda: native.adamw(bits, values, None, states[0], states[1], flat[:cut], **constants),
+        lambda: native.adamw(bits, values, None, states[0], states[1], flat.double(), **constants),
         lambda: native.compact(bits, flat, short),
         lambda: native.compact(bits, flat, torch.zeros(numel + 1)),
         lambda: native.compact(bits, flat, values.bfloat16()),
@@ -219,7 +279,7 @@ def test_a_bitmap_on_a_cpu_takes_the_kernels_and_enough_entries(
 def test_the_version_is_raised_with_every_change() -> None:
     """A clone may find a library that was built from older source."""
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    known = {3: "fc6f197f1c9f2d89"}
+    known = {4: "56c27cabfca5f94b"}
     assert known.get(finder.VERSION) == digest, (
         "raise VERSION in native.c and native_library.py, install again, and note the digest here"
     )

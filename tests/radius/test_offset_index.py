@@ -90,7 +90,7 @@ def test_an_index_in_which_nothing_is_chosen_sends_nothing() -> None:
     weight = torch.ones(128)
     reduced = ReducedGrad(values=torch.empty(0), index=index, unselected="frozen")
     index.apply(SGD(momentum=0.9), reduced, weight, [torch.zeros(128)], HYPER, factor=1.0)
-    assert torch.equal(weight, torch.ones(128))
+    assert torch.equal(weight, torch.full((128,), HYPER.shrink))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -211,7 +211,8 @@ def test_frozen_elsewhere_is_the_rule_on_the_sent_entries_alone(
         values=values, index=index, unselected="frozen", steps_accumulated=steps_accumulated
     )
     index.apply(rule, reduced, weight, moments, HYPER, factor=0.37)
-    pairs = zip([weight, *moments], [alone, *alone_moments], [old, *old_moments], strict=True)
+    decayed = [old * HYPER.shrink, *old_moments]
+    pairs = zip([weight, *moments], [alone, *alone_moments], decayed, strict=True)
     for found, expected, before in pairs:
         torch.testing.assert_close(found[chosen], expected, rtol=1e-6, atol=1e-7)
         assert torch.equal(found[~chosen], before[~chosen])

@@ -75,6 +75,24 @@ def test_it_is_the_algorithm(ranks: Ranks, world: int, density: float, schedule:
                 )
 
 
+@pytest.mark.parametrize("schedule", ["paper", "rolling"])
+@pytest.mark.parametrize("density", [0.02, 0.3])
+def test_weights_decay_in_every_step_also_where_nothing_is_sent(
+    density: float, schedule: str
+) -> None:
+    """A gradient of zero leaves nothing but the decay, and offsets and bitmaps have their own."""
+    still = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    sparse, dense = Toy(alone(), radius(schedule=schedule, density=density)), Toy(alone(), DENSE)
+    start = params_of(sparse)
+    for _ in range(STEPS):
+        sparse.step([still])
+        dense.step([still])
+    for name, weight in params_of(sparse).items():
+        assert torch.equal(weight, params_of(dense)[name])
+        shrink = (1 - sparse.lr * sparse.weight_decay) ** STEPS if name in MATRICES else 1.0
+        torch.testing.assert_close(weight, start[name] * shrink)
+
+
 @pytest.mark.parametrize(
     ("start", "interval", "dense"),
     [(5, 5, {1, 2, 3, 4, 5, 10, 15}), (1, 6, {*range(1, 7), 12}), (7, 3, {*range(1, 10), 12, 15})],
