@@ -345,7 +345,7 @@ def test_means_errors_and_gaps_by_hand(tmp_path: Path) -> None:
     write(tmp_path, rows)
     text = (tmp_path / PAGE).read_text()
     assert f"5 of {3 * width} runs are in" in text
-    assert "| WRN-16-1, 30, 32, 50 | 17.804 | 18.856 | 1, 2 | 31.00 | 2.00 | -0.00 | 1.00 |" in text
+    assert "| WRN-16-1, 30, 32, 50 | 17.804 | 25.410 | 1, 2 | 31.00 | 2.00 | -0.00 | 1.00 |" in text
     assert "| 30 % nonzeros, not 100 | 1 | 2 | -0.00 | 1.00 |" in text
     assert f"Not run yet: {sparse[2].name}" not in text and sparse[2].name in text
 

@@ -168,7 +168,7 @@ def test_every_configuration_reads_back_equal(seed: int, tmp_path: Path) -> None
 KEPT = set(SMALL) | {
     *("global_batch_size", "rampup_batch_size", "train_samples", "skip_train", "grad_path"),
     *("kv_channels", "max_position_embeddings", "group_query_attention", "rotary_percent"),
-    *("use_rope_scaling", "dataloader_type"),
+    *("use_rope_scaling", "dataloader_type", "memory_budget"),
     *("fp16", "bf16", "loss_scale", "grad_reduce_in_bf16", "min_loss_scale", "initial_loss_scale"),
     *("min_lr", "lr_warmup_init", "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
     *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
