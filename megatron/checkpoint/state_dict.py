@@ -204,7 +204,7 @@ class RunStateDict:
         for name, part in parts.items():
             if owners[name] == dp.rank:
                 yield from part.make()
-        if self.optimizer.is_sharded:
+        if self.optimizer.is_sharded and self.groups.shard_copies.rank == 0:
             yield from self._kept(pruned, moments)
         shared = dict(self.engine.shared_tensors())
         for name, state in self.engine.reducer.state_tensors():
