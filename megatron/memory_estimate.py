@@ -330,9 +330,10 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
     config = grid.config
     own = grid.path.plan_bytes(config, rank)
     grad, param = BYTES[config.precision.grad_dtype], BYTES[config.precision.param_dtype]
-    sharded = config.parallel.use_distributed_optimizer and rank.ranks > 1
+    num_shards = config.parallel.num_shards(rank.ranks)
+    sharded = num_shards > 1
     shards = [
-        shard_length(bucket.numel, rank.ranks, slice_alignment(config)) if sharded else bucket.numel
+        shard_length(bucket.numel, num_shards, slice_alignment(config)) if sharded else bucket.numel
         for bucket in rank.buckets
     ]
     lends = [not sharded or grid.path.lends_grad(config, bucket.kind) for bucket in rank.buckets]
@@ -341,7 +342,7 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
         "parameters": param * sum(rank.params[name].numel for name in rank.params.keys() - views),
         "gradients": grad
         * sum(
-            rank.ranks * numel if sharded and lent else bucket.numel
+            num_shards * numel if sharded and lent else bucket.numel
             for bucket, numel, lent in zip(rank.buckets, shards, lends, strict=True)
         ),
     }
@@ -352,7 +353,7 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
         states["moments"] += moment_bytes(config, numel, matrix=matrix)
         if sharded and matrix and views & bucket.slices.keys():
             # The shards of all ranks are the parameters.
-            states["master"] += param * numel * (rank.ranks - 1)
+            states["master"] += param * numel * (num_shards - 1)
     chunk, host = CHUNK[rank.device], dict[str, int]()
     if config.offload.optimizer_cpu_offload:
         chunk = min(chunk, offload_piece(config.offload.offload_bucket_size))
@@ -362,7 +363,7 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
     scratch = {"scratch": 4 * min(longest, max(shards))}
     # Two buckets at a time gather updated values beside gradients that are still needed.
     beside = [0] + [
-        0 if lent else param * rank.ranks * numel for numel, lent in zip(shards, lends, strict=True)
+        0 if lent else param * num_shards * numel for numel, lent in zip(shards, lends, strict=True)
     ]
     gathered = max(one + next_one for one, next_one in pairwise(beside))
     passing = dict(own.passing) | ({"gathered values": gathered} if gathered else {})
@@ -374,7 +375,7 @@ def main_views(config: Config, rank: RankShapes) -> set[str]:
     whole = {name for name in rank.params if name not in rank.stored}
     if config.offload.optimizer_cpu_offload:
         return set()
-    sharded = config.parallel.use_distributed_optimizer and rank.ranks > 1
+    sharded = config.parallel.num_shards(rank.ranks) > 1
     if config.precision.param_dtype == "float32":
         return set() if sharded else whole
     if config.optimizer.main_params_dtype == "fp32":

@@ -316,6 +316,7 @@ def build_groups(config: Config, launch: Launch) -> ProcessGroups:
         tp=config.parallel.tensor_model_parallel_size,
         pp=config.parallel.pipeline_model_parallel_size,
         order=config.parallel.rank_order,
+        dp_inner=config.parallel.dp_inner_size,
     )
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     return ProcessGroups.build(dims, rank=launch.rank, timeout=timeout)

@@ -77,7 +77,7 @@ class SamoPath(GradientPath):
         saved: CheckpointView | None = None,
     ) -> PathParts:
         from megatron.data_parallel.encoded_wire import open_exchange
-        from megatron.data_parallel.reduce_scatter import mean_reducer
+        from megatron.data_parallel.mean_reducer import mean_reducer
         from samo.layout import CompressedLayout
         from samo.model_parts import ModelParts
         from samo.tickets import first_masks
@@ -97,7 +97,7 @@ class SamoPath(GradientPath):
             return make_layout(first_masks(options, infos, parts, saved, seed=seed))
 
         layout = parts.raise_on_all_ranks(draw)
-        reducer = mean_reducer(config, infos, open_exchange(config, groups))
+        reducer = mean_reducer(config, infos, open_exchange(config, groups), groups)
         return PathParts(
             layout=layout,
             reducer=reducer,

@@ -124,18 +124,19 @@ class Spawned(Pool):
             process.join()
 
 
-def grid(groups: ProcessGroups, *, tp: int = 1, pp: int = 1) -> ProcessGroups:
+def grid(groups: ProcessGroups, *, tp: int = 1, pp: int = 1, inner: int = 1) -> ProcessGroups:
     """Return the groups of another grid on the same ranks, made once per test file. Collective."""
-    return grid_of(groups.world.rank, groups.world.size, tp, pp)
+    return grid_of(groups.world.rank, groups.world.size, tp, pp, inner)
 
 
 @cache
-def grid_of(rank: int, size: int, tp: int, pp: int) -> ProcessGroups:
+def grid_of(rank: int, size: int, tp: int, pp: int, inner: int = 1) -> ProcessGroups:
     """Return the same groups as `grid`, without existing groups."""
     from megatron.parallel.dims import ParallelDims
     from megatron.parallel.groups import ProcessGroups
 
-    return ProcessGroups.build(ParallelDims.from_world(size, tp=tp, pp=pp), rank=rank)
+    dims = ParallelDims.from_world(size, tp=tp, pp=pp, dp_inner=inner)
+    return ProcessGroups.build(dims, rank=rank)
 
 
 def packed(value: object) -> bytes:

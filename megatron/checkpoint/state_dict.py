@@ -208,7 +208,7 @@ class RunStateDict:
         for name, part in parts.items():
             if owners[name] == dp.rank:
                 yield from part.make()
-        if self.optimizer.is_sharded:
+        if self.optimizer.is_sharded and self.groups.shard_copies.rank == 0:
             yield from self._kept(pruned, moments)
         for shard in self._of_replica(pruned, moments):
             yield of_rank(shard, data_parallel_rank=dp.rank, data_parallel_size=dp.size)

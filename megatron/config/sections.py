@@ -612,6 +612,13 @@ class ParallelConfig:
         default=False,
         help="Shard master weights and moments over data-parallel ranks (ZeRO-1).",
     )
+    dp_inner_size: int = option(
+        default=1,
+        help="Consecutive data-parallel ranks, as those of a node, that shard master weights and "
+        "moments: gradients are averaged within these ranks first, and each shard then between "
+        "nodes (ours; 1 = off). Must divide the data-parallel ranks into several groups.",
+        within=at_least(1),
+    )
     distributed_backend: Literal["nccl", "gloo"] | None = option(
         default=None, help="Collective library (none = nccl on CUDA, gloo on CPU)."
     )
@@ -641,6 +648,12 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Number of ranks that hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def num_shards(self, ranks: int) -> int:
+        """Return the shards of the optimizer states of `ranks` data-parallel ranks; 1 if whole."""
+        if self.dp_inner_size > 1:
+            return self.dp_inner_size
+        return ranks if self.use_distributed_optimizer else 1
 
     @property
     def rank_order(self) -> Literal["tp-dp-pp", "tp-pp-dp"]:

@@ -366,6 +366,24 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "give --grad-path dense, samo, radius or samo+radius, or drop --use-distributed-optimizer",
     ),
     refused_pair(
+        "dp_inner_size above 1 with a grad_path other than dense and samo",
+        lambda c: c.parallel.dp_inner_size > 1 and c.gradient.grad_path not in ("dense", "samo"),
+        "it reduces whole buckets, not shards of them",
+        "give --grad-path dense or samo, or --use-distributed-optimizer instead",
+    ),
+    refused_pair(
+        "dp_inner_size above 1 with grad_wire",
+        lambda c: c.parallel.dp_inner_size > 1 and c.gradient.grad_wire is not None,
+        "the wire averages over all data-parallel ranks at once",
+        "drop one of them",
+    ),
+    refused_pair(
+        "dp_inner_size above 1 with optimizer_cpu_offload",
+        lambda c: c.parallel.dp_inner_size > 1 and c.offload.optimizer_cpu_offload,
+        "each reduces the states on a device in its own way",
+        "drop one of them",
+    ),
+    refused_pair(
         "recompute_granularity selective with recompute_method or recompute_num_layers",
         lambda c: (
             c.recompute.recompute_granularity == "selective"
@@ -697,11 +715,24 @@ def check_world(config: Config, world_size: int) -> None:
             f"world size {world_size} is not a multiple of {size}, tensor_model_parallel_size x "
             f"pipeline_model_parallel_size; nearest: {nearest_multiples(world_size, size)}"
         )
+    _check_inner(world_size // size, config.parallel.dp_inner_size)
     if config.logging.profile and absent:
         raise ConfigError(
             f"profile_ranks: there is no rank {absent[0]} of {world_size}; ranks go from 0 to "
             f"{world_size - 1}"
         )
+
+
+def _check_inner(dp: int, inner: int) -> None:
+    """Raise `ConfigError` unless `inner` is 1 or divides `dp` ranks into several groups."""
+    if inner == 1 or (dp % inner == 0 and inner < dp):
+        return
+    fitting = [str(n) for n in range(2, dp) if dp % n == 0]
+    instead = f"give --dp-inner-size {' or '.join(fitting)}, or" if fitting else "give"
+    raise ConfigError(
+        f"dp_inner_size {inner} does not divide {dp} data-parallel ranks into several groups; "
+        f"{instead} --use-distributed-optimizer alone to shard over all ranks"
+    )
 
 
 def check_batch(config: Config, dp: int) -> None:

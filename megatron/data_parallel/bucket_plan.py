@@ -280,15 +280,19 @@ class PlannedCollective(NamedTuple):
     """A collective over data-parallel ranks; for an all-gather `nbytes` is this rank's part only.
 
     `piece` numbers the concurrent pieces of `bucket`; collectives of one piece run in sequence.
+    `ranks` take part, consecutive ones if `inner`; None: all data-parallel ranks.
     """
 
     kind: Literal["all-reduce", "reduce-scatter", "all-gather"]
     nbytes: int
     bucket: int
     piece: int = 0
+    ranks: int | None = None
+    inner: bool = False
 
     def bytes_sent(self, ranks: int) -> int:
         """Return the bytes that a rank sends by the ring model, as a run counts them."""
+        ranks = self.ranks or ranks
         if ranks == 1:
             return 0
         if self.kind == "all-reduce":
@@ -321,13 +325,15 @@ def mean_traffic(
     grad_bytes: int,
     param_bytes: int,
     sharded: bool,
+    inner: int | None = None,
     most: int | None = None,
     wire: str | None = None,
     alignment: int = ALIGNMENT,
 ) -> list[StepTraffic]:
     """Return the traffic of a path that averages whole buckets.
 
-    `sharded`: optimizer states are sharded, so parameters are gathered. `most` is the maximum
+    `sharded`: optimizer states are sharded, so parameters are gathered, over `inner` ranks, or over
+    all for None; each shard is then averaged between the inner groups. `most` is the maximum
     number of entries per all-reduce; None means no limit. `wire` is the value of `--grad-wire`.
     Shards begin at multiples of `alignment`.
     """
@@ -335,15 +341,19 @@ def mean_traffic(
     for number, bucket in enumerate(rank.buckets):
         each = partial(payload, bucket, ranks=rank.ranks, grad_bytes=grad_bytes, wire=wire)
         if sharded and rank.ranks > 1:
-            own = shard_length(bucket.numel, rank.ranks, alignment)
-            scattered = PlannedCollective("reduce-scatter", grad_bytes * own * rank.ranks, number)
+            shards = inner or rank.ranks
+            own = shard_length(bucket.numel, shards, alignment)
+            among = partial(PlannedCollective, bucket=number, ranks=inner, inner=inner is not None)
             # gloo has no reduce-scatter, so there the whole bucket is all-reduced.
             sent.append(
-                scattered
+                among("reduce-scatter", grad_bytes * own * shards)
                 if rank.device == "cuda" and wire is None
-                else PlannedCollective("all-reduce", each(bucket.numel), number)
+                else among("all-reduce", each(bucket.numel))
             )
-            sent.append(PlannedCollective("all-gather", param_bytes * own, number))
+            if inner is not None:
+                outer = rank.ranks // inner
+                sent.append(PlannedCollective("all-reduce", grad_bytes * own, number, ranks=outer))
+            sent.append(among("all-gather", param_bytes * own))
         else:
             longest = most or max(bucket.numel, 1)
             for piece, start in enumerate(range(0, bucket.numel, longest)):
@@ -385,13 +395,14 @@ def payload(
 
 
 def plan_means(config: Config, rank: RankShapes) -> list[StepTraffic]:
-    """Return the traffic of a path whose reducer is `reduce_scatter.mean_reducer`."""
+    """Return the traffic of a path whose reducer is `mean_reducer.mean_reducer`."""
     return mean_traffic(
         rank,
         steps=config.total_iterations(),
         grad_bytes=BYTES[config.precision.grad_dtype],
         param_bytes=BYTES[config.precision.param_dtype],
-        sharded=config.parallel.use_distributed_optimizer,
+        sharded=config.parallel.num_shards(rank.ranks) > 1,
+        inner=config.parallel.dp_inner_size if config.parallel.dp_inner_size > 1 else None,
         most=config.offload.chunk if config.offload.optimizer_cpu_offload else None,
         wire=config.gradient.grad_wire,
         alignment=slice_alignment(config),

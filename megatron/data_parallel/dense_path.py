@@ -36,9 +36,9 @@ class DensePath(GradientPath):
         groups: ProcessGroups,
         exchange: Exchange,
     ) -> GradientReducer:
-        from megatron.data_parallel.reduce_scatter import mean_reducer
+        from megatron.data_parallel.mean_reducer import mean_reducer
 
-        return mean_reducer(config, infos, exchange)
+        return mean_reducer(config, infos, exchange, groups)
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
         return plan_wire(config, rank)

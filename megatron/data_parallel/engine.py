@@ -446,12 +446,12 @@ class GradientEngine:
         return math.sqrt(self.groups.sum_over_model(self._over_parts(self._squares)))
 
     def _over_parts(self, terms: Sequence[_Term]) -> torch.Tensor:
-        """Return the sum of terms (fp64, [1]), over data-parallel ranks too for sharded means."""
+        """Return the sum of terms (fp64, [1]), over the ranks of shards too for sharded means."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].grad.device)
         for term in terms:
             sums[int(term.mean.part is not None)] += term.value
         if any(term.mean.part is not None for term in terms):
-            self.groups.dp.all_reduce(sums[1:], dist.ReduceOp.SUM)
+            self.groups.shards.all_reduce(sums[1:], dist.ReduceOp.SUM)
         return sums.sum().view(1)
 
 

@@ -92,6 +92,13 @@ class Transfer:
                     work.wait()
         return self.values
 
+    def arrive(self) -> None:
+        """Block as `wait` does without measuring the time, on a thread or stream of its own."""
+        pending, self.pending = self.pending, ()
+        for work in pending:
+            if work is not None:
+                work.wait()
+
 
 class Exchange:
     """The collectives over one group of data-parallel ranks, as a reducer sees them.

@@ -40,18 +40,6 @@ def sums_gradients(config: Config) -> bool:
     return precision.predivide_loss or config.gradient.grad_path in SUMMABLE
 
 
-def mean_reducer(
-    config: Config, infos: Sequence[ParamInfo], exchange: Exchange
-) -> AllReduceReducer:
-    """Return the reducer of a path that averages whole buckets."""
-    divides = not sums_gradients(config)
-    feedback = entries_on_rank(infos) if config.gradient.keeps_rounding else None
-    if config.parallel.use_distributed_optimizer and exchange.ranks > 1:
-        return ReduceScatterReducer(exchange, divides, feedback=feedback)
-    most = config.offload.chunk if config.offload.optimizer_cpu_offload else None
-    return AllReduceReducer(exchange, divides, most, feedback)
-
-
 def entries_on_rank(infos: Sequence[ParamInfo]) -> dict[str, int]:
     """Return the number of entries of each parameter on this rank, without padding."""
     return {info.name: info.local_entries for info in infos}

@@ -126,6 +126,8 @@ def fake_groups(dims: ParallelDims, rank: int) -> ProcessGroups:
         pp=line(pipelines),
         embedding=line([tuple(dict.fromkeys((each[0], each[-1]))) for each in pipelines]),
         world=line([tuple(range(dims.world_size))]),
+        inner=line(dims.inner_lines()) if dims.dp_inner > 1 else None,
+        outer=line(dims.outer_lines()) if dims.dp_inner > 1 else None,
     )
 
 

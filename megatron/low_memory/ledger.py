@@ -141,6 +141,7 @@ def memory_ledger(
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         order=parallel.rank_order,
+        dp_inner=parallel.dp_inner_size,
     )
     if not 0 <= rank < world:
         raise ConfigError(f"rank: {rank} is not a rank of {world}; choose 0 to {world - 1}")

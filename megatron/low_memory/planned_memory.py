@@ -466,7 +466,7 @@ def _states(
 ) -> tuple[int, int, int]:
     """Return the bytes of model, optimizer and scratch; a shared storage belongs to the model."""
     model = sum(widths[name] * param.numel for name, param in shapes.params.items())
-    sharded = config.parallel.use_distributed_optimizer and shapes.ranks > 1
+    sharded = config.parallel.num_shards(shapes.ranks) > 1
     views = main_views(config, shapes)
     # Parameters that stay in fp32 in a 16-bit model are views, too.
     views |= {

@@ -244,7 +244,7 @@ class BucketOptimizer:
             if self.engine.model_shard.owns(bucket):
                 sums += state.vectors[0].read().double().square().sum()
         if self.is_sharded:
-            groups.dp.all_reduce(sums, dist.ReduceOp.SUM)
+            groups.shards.all_reduce(sums, dist.ReduceOp.SUM)
         return math.sqrt(groups.sum_over_model(sums))
 
     @property

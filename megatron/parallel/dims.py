@@ -26,7 +26,9 @@ class ParallelDims:
 
     Consecutive ranks share a node, so tp, the axis with most traffic, always varies fastest. With
     `order` "tp-dp-pp" data-parallel groups are closer together than pipelines, with "tp-pp-dp" the
-    reverse. The order changes the placement of ranks only, not their results.
+    reverse. The order changes the placement of ranks only, not their results. `dp_inner` is the
+    number of data-parallel ranks in a row, as those of a node, that shard optimizer states and
+    reduce gradients among them first; 1 if there are no such groups.
 
     Raises:
         ConfigError: A degree is below 1.
@@ -36,14 +38,22 @@ class ParallelDims:
     dp: int
     pp: int
     order: Order = "tp-dp-pp"
+    dp_inner: int = 1
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.pp) < 1:
             raise ConfigError(f"parallel sizes must be at least 1: {self}")
+        assert self.dp % self.dp_inner == 0, "the configuration was checked"
 
     @classmethod
     def from_world(
-        cls, world_size: int, *, tp: int, pp: int, order: Order = "tp-dp-pp"
+        cls,
+        world_size: int,
+        *,
+        tp: int,
+        pp: int,
+        order: Order = "tp-dp-pp",
+        dp_inner: int = 1,
     ) -> ParallelDims:
         """Return the grid that fills `world_size` ranks.
 
@@ -59,7 +69,8 @@ class ParallelDims:
                 f"(tensor-model-parallel-size {tp} x pipeline-model-parallel-size {pp}); "
                 f"start {' or '.join(nearest)} ranks"
             )
-        return cls(tp=tp, dp=world_size // model_ranks, pp=pp, order=order)
+        dp = world_size // model_ranks
+        return cls(tp=tp, dp=dp, pp=pp, order=order, dp_inner=dp_inner)
 
     @property
     def world_size(self) -> int:
@@ -102,6 +113,17 @@ class ParallelDims:
             line = self.coordinates(rank)._replace(**{axis: 0})
             groups.setdefault(line, []).append(rank)
         return [tuple(ranks) for ranks in groups.values()]
+
+    def inner_lines(self) -> list[tuple[int, ...]]:
+        """Return the groups of `dp_inner` consecutive ranks of all data-parallel groups."""
+        size = self.dp_inner
+        return [line[at : at + size] for line in self.lines("dp") for at in range(0, self.dp, size)]
+
+    def outer_lines(self) -> list[tuple[int, ...]]:
+        """Return the groups of the ranks with one place in their inner groups."""
+        return [
+            line[at :: self.dp_inner] for line in self.lines("dp") for at in range(self.dp_inner)
+        ]
 
     def __str__(self) -> str:
         order = "" if self.order == "tp-dp-pp" else f" ({self.order})"

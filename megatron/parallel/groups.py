@@ -296,7 +296,8 @@ class ProcessGroups:
 
     `tp`, `dp` and `pp` are the groups along the axes. `embedding` has the first and the last stage
     of the rank's pipeline, which share a tied embedding; a rank between them is alone in it.
-    `edges` connect neighbours in the pipeline (None: a single stage).
+    `edges` connect neighbours in the pipeline (None: a single stage). `inner` and `outer` divide
+    `dp` if the grid has `ParallelDims.dp_inner`.
     """
 
     dims: ParallelDims
@@ -306,10 +307,27 @@ class ProcessGroups:
     embedding: Group
     world: Group
     edges: Edges | None = None
+    inner: Group | None = None
+    outer: Group | None = None
+
+    @property
+    def shards(self) -> Group:
+        """The ranks over which optimizer states are sharded, if they are sharded."""
+        return self.inner or self.dp
+
+    @property
+    def shard_copies(self) -> Group:
+        """The data-parallel ranks with this rank's shard of sharded optimizer states."""
+        return self.outer or ALONE
+
+    @property
+    def _all(self) -> Iterator[Group]:
+        yield from (self.world, self.tp, self.dp, self.pp, self.embedding)
+        yield from (each for each in (self.inner, self.outer) if each is not None)
 
     def listen(self, tell: Callable[[int, str, str], None]) -> None:
         """Set `Calls.tell` of every group and edge, to observe all communication of this rank."""
-        for group in (self.tp, self.dp, self.pp, self.embedding, self.world, *(self.edges or ())):
+        for group in (*self._all, *(self.edges or ())):
             group.calls.tell = tell
 
     def connect(self, device: torch.device) -> None:
@@ -324,7 +342,7 @@ class ProcessGroups:
         # allocated. Within a step, a running receive could block both. With NCCL_RUNTIME_CONNECT=0,
         # which pipeline ranks set, the connections of every algorithm exist from then on. Groups of
         # an axis are disjoint and all ranks use one order of axes, so there is no deadlock.
-        for group in (self.world, self.tp, self.dp, self.pp, self.embedding):
+        for group in self._all:
             group.all_reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM, about="connect")
 
     @cached_property
@@ -363,11 +381,19 @@ class ProcessGroups:
         ends = [tuple(dict.fromkeys((line[0], line[-1]))) for line in pipelines]
         everybody = Calls("world")
         pp = _join("pp", pipelines, rank, everybody, timeout)
+        dp = _join("dp", dims.lines("dp"), rank, everybody, timeout)
+        inner = outer = None
+        if dims.dp_inner > 1:
+            # Another thread uses the outer connections.
+            inner = _join("dp inner", dims.inner_lines(), rank, None, timeout, dp.traffic)
+            outer = _join("dp outer", dims.outer_lines(), rank, None, timeout, dp.traffic)
         return cls(
             dims=dims,
             tp=_join("tp", dims.lines("tp"), rank, everybody, timeout),
-            dp=_join("dp", dims.lines("dp"), rank, everybody, timeout),
+            dp=dp,
             pp=pp,
+            inner=inner,
+            outer=outer,
             # Its sums travel between stages, so they count as pipeline traffic.
             embedding=_join("embedding", ends, rank, everybody, timeout, pp.traffic),
             world=_join("world", [world], rank, everybody, timeout),

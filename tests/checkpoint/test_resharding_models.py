@@ -43,6 +43,7 @@ GRIDS = {
     "PP2xDP2": (1, 2, 2, ""),
     "TP2xPP2": (2, 2, 1, ""),
     "DP2, sharded": (1, 1, 2, "--use-distributed-optimizer"),
+    "DP4, nodes": (1, 1, 4, "--dp-inner-size 2"),
 }
 """Sizes of TP, PP and DP, and what else goes with them."""
 ALL_KINDS = {"param", "exp_avg", "exp_avg_sq", "mask", "entries", "residual"}
@@ -61,6 +62,8 @@ PAIRS = [
     ("DP2, sharded", "TP2xPP2", "samo"),
     ("PP4", "DP2, sharded", "samo"),
     ("DP2, sharded", "DP4", "samo+radius"),
+    ("DP4, nodes", "TP2", "samo"),
+    ("DP2, sharded", "DP4, nodes", "samo"),
     ("TP4", "DP2, sharded", "radius"),
 ]
 
@@ -69,7 +72,7 @@ def on_rank(groups: ProcessGroups, where: str, flags: str, run_dir: Path) -> lis
     """Train to `LEFT_AT` if the run starts at 0, save, train on: the losses after the save."""
     tp, pp, _, more = GRIDS[where]
     sizes = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
-    mine = grid(groups, tp=tp, pp=pp)
+    mine = grid(groups, tp=tp, pp=pp, inner=2 if "--dp-inner-size" in more else 1)
     trainer = make_trainer(mine, f"{MODEL} {flags} {sizes} {more}", run_dir)
     while trainer.progress.iteration < LEFT_AT:
         trainer.train_step()

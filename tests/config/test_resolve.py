@@ -179,7 +179,7 @@ KEPT = set(SMALL) | {
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "profile"),
     "split",
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel"),
-    "num_layers_per_virtual_pipeline_stage",
+    *("num_layers_per_virtual_pipeline_stage", "dp_inner_size"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("pipeline_schedule", "pipeline_limit", "optimizer_cpu_offload", "predivide_loss"),
     *("train_data_path", "valid_data_path", "test_data_path"),
@@ -225,6 +225,12 @@ def test_resolved_files_read_back_equal(line: str, tmp_path: Path) -> None:
         again = _reads_back(config, tmp_path / "a.yaml")
         assert again == config
         assert to_yaml(again) == to_yaml(config)
+
+
+def test_nodes_read_back_equal(tmp_path: Path) -> None:
+    config = resolve(read("--dp-inner-size", "2", "--global-batch-size", "32"), 4)
+    assert _reads_back(config, tmp_path / "a.yaml") == config
+    assert (config.parallel.dp_inner_size, config.parallel.num_shards(4)) == (2, 2)
 
 
 def test_microbatches_of_interleaved_stages_come_out_even() -> None:

@@ -218,6 +218,13 @@ PAIRS = {
     "use_distributed_optimizer with a grad_path other than dense, samo and radius": (
         *("--use-distributed-optimizer", "--grad-path", "sparse"),
     ),
+    "dp_inner_size above 1 with a grad_path other than dense and samo": (
+        *("--dp-inner-size", "2", "--grad-path", "sparse"),
+    ),
+    "dp_inner_size above 1 with grad_wire": ("--dp-inner-size", "2", "--grad-wire", "bf16"),
+    "dp_inner_size above 1 with optimizer_cpu_offload": (
+        *("--bf16", "--optimizer-cpu-offload", "--dp-inner-size", "2"),
+    ),
     "data_path with train_, valid_ or test_data_path": (
         *("--data-path", "a", "--valid-data-path", "b"),
     ),
@@ -362,6 +369,16 @@ def test_worlds_that_do_not_fit() -> None:
         resolve(config, 6)
     with pytest.raises(ConfigError, match="world size 0 is out of range; must be at least 1"):
         resolve(config, 0)
+    inner = dataclasses.replace(parallel, dp_inner_size=2)
+    in_nodes = dataclasses.replace(config, parallel=inner)
+    with pytest.raises(ConfigError, match="dp_inner_size 2 does not divide 3 data-parallel ranks"):
+        resolve(in_nodes, 12)
+    with pytest.raises(ConfigError, match="into several groups; give --use-distributed-optimizer"):
+        resolve(in_nodes, 8)
+    larger = dataclasses.replace(config, parallel=dataclasses.replace(inner, dp_inner_size=5))
+    with pytest.raises(ConfigError, match="give --dp-inner-size 2 or 4, or --use-distributed"):
+        resolve(larger, 32)
+    assert resolve(in_nodes, 16).parallel.num_shards(4) == 2
     assert resolve(config, 8).data_parallel_size(8) == 2
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.config import GradientConfig, OffloadConfig, OptimizerConfig
+from megatron.config import GradientConfig, OffloadConfig, OptimizerConfig, ParallelConfig
 from megatron.data_parallel.bucket import ALIGNMENT, STATE_BLOCK, ParamInfo
 from megatron.data_parallel.encoded_wire import open_exchange
 from megatron.data_parallel.engine import GradientEngine
@@ -26,6 +26,7 @@ from megatron.optimizer.state_formats import StateFormats
 from megatron.optimizer.update_rules import AdamW, UpdateRule
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
+from tests.ranks import grid
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding.weight": (37, 16),
@@ -50,7 +51,8 @@ class PathCase:
     `sharded`: with `--use-distributed-optimizer`; `offloaded`: with `--optimizer-cpu-offload`, so
     that steps arrive bucket by bucket; `predivided`: with `--predivide-loss`, which is up to who
     makes the gradients; `wire`: `--grad-wire`; `local`: its ranks are replicas that take local
-    steps, to which contracts 2 and 11 do not apply, and of which each skips a step on its own."""
+    steps, to which contracts 2 and 11 do not apply, and of which each skips a step on its own;
+    `inner`: `--dp-inner-size` where it divides the ranks, else ZeRO-1."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class PathCase:
     predivided: bool = False
     wire: str | None = None
     local: bool = False
+    inner: int = 1
 
 
 SHORT = {"radius_interval": 4, "radius_start_iter": 2}
@@ -85,6 +88,8 @@ PATHS = [
     PathCase("dense", wire="int4", lossless=False, linear=False),
     PathCase("dense", wire="int8", lossless=False, linear=False, offloaded=True),
     PathCase("dense", wire="int8", lossless=False, linear=False, sharded=True),
+    PathCase("dense", sharded=True, inner=2),
+    PathCase("samo", RANDOM | DSR, sharded=True, inner=2),
     PathCase("radius", SHORT, lossless=False),
     PathCase("radius", SHORT | {"radius_select": "seeded"}, lossless=False),
     PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False),
@@ -133,6 +138,7 @@ WORLDS = [1, 2, 4]
 
 def case_id(case: PathCase) -> str:
     kinds = ["sharded"] * case.sharded + ["offloaded"] * case.offloaded
+    kinds += [f"inner={case.inner}"] if case.inner > 1 else []
     kinds += [case.wire] if case.wire else []
     return "-".join([case.name, *kinds, *(f"{k}={v}" for k, v in case.options.items())])
 
@@ -156,6 +162,8 @@ class Toy:
         rule: UpdateRule | None = None,
         formats: StateFormats | None = None,
     ) -> None:
+        if groups.dp.size > case.inner > 1:
+            groups = grid(groups, inner=case.inner)
         self.groups, self.lr, self.weight_decay = groups, lr, weight_decay
         if case.offloaded and grad_dtype.itemsize < dtype.itemsize:
             dtype = grad_dtype  # Gradients are at least as wide as parameters.
@@ -228,11 +236,18 @@ class Toy:
         return step
 
     def reduced(self, step: Step) -> dict[str, torch.Tensor]:
-        """Return the mean gradient by name, unscaled, with zeros where nothing was sent."""
+        """Return the mean gradient by name, unscaled, with zeros where nothing was sent.
+
+        Shards of a mean are gathered, collectively over their ranks.
+        """
         found = {}
         for info, bucket, where in self.engine.slices():
             reduced = step.reduced[bucket.index]
             dense = reduced.values
+            if reduced.part is not None and bucket.shard is not None:
+                dense = torch.zeros(bucket.numel)
+                reduced.part.of(dense).copy_(reduced.values)
+                bucket.shard.exchange.fill(dense)
             if reduced.index is not None:
                 positions = torch.empty(reduced.index.numel, dtype=torch.int64)
                 reduced.index.gather(torch.arange(bucket.numel), positions)
@@ -356,7 +371,7 @@ def config_of(case: PathCase) -> Any:
     return SimpleNamespace(
         extensions=extensions,
         gradient=GradientConfig(grad_path=case.name, grad_wire=case.wire),  # type: ignore[arg-type]
-        parallel=SimpleNamespace(use_distributed_optimizer=case.sharded),
+        parallel=ParallelConfig(use_distributed_optimizer=case.sharded),
         training=SimpleNamespace(seed=1, skip_train=False),
         precision=SimpleNamespace(
             param_dtype="float32", grad_dtype="float32", predivide_loss=case.predivided

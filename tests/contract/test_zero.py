@@ -18,7 +18,8 @@ from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.layout import DenseLayout
-from megatron.data_parallel.reduce_scatter import ReduceScatterReducer, mean_reducer
+from megatron.data_parallel.mean_reducer import mean_reducer
+from megatron.data_parallel.reduce_scatter import ReduceScatterReducer
 from megatron.errors import NumericsError
 from megatron.fault_tolerance.replicas import compare_replicas
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
@@ -91,7 +92,7 @@ def on_rank_choice(groups: ProcessGroups) -> list[str]:
     infos = Toy(groups, DENSE).infos
     asked = config_of(sharded(DENSE))
     found = [GRADIENT_PATHS["dense"].build(asked, infos, groups).reducer]
-    plain = mean_reducer(config_of(DENSE), [], Exchange(groups.dp))
+    plain = mean_reducer(config_of(DENSE), [], Exchange(groups.dp), groups)
     return [type(r).__name__ for r in (*found, plain)]
 
 

@@ -49,6 +49,7 @@ def grid_of(config: GPTConfig, world: int, vocabulary: int) -> RankGrid:
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         order=parallel.rank_order,
+        dp_inner=parallel.dp_inner_size,
     )
     return RankGrid(
         config=config,
@@ -68,6 +69,7 @@ def on_rank(groups: ProcessGroups, flags: str, steps: int, run_dir: Path) -> dic
         groups,
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
+        inner=parallel.dp_inner_size,
     )
     trainer = make_trainer(groups, flags, run_dir)
     records = [trainer.train_step()[0] for _ in range(steps)]

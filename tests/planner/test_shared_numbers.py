@@ -3,6 +3,8 @@ above: equal, so that they do not drift apart."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,8 +15,11 @@ from megatron.data_parallel.bucket_plan import BYTES, mean_traffic
 from megatron.errors import ConfigError
 from megatron.optimizer.build import update_rule
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, SETS, offload_piece
+from megatron.parallel.dims import ParallelDims
 from pretrain_gpt import GRADIENT_PATHS
 from tests.planner.shapes import rank_of
+from tools.planner.seconds import collective_seconds, link_of
+from tools.planner.site import Link, read_site
 from tools.planner.traffic import state_width
 
 RUN = (
@@ -72,3 +77,25 @@ def test_a_long_bucket_is_summed_in_pieces_that_make_it_up() -> None:
     sent = [(each.bucket, each.piece, each.nbytes) for each in step.sent]
     (numel,) = (bucket.numel for bucket in rank.buckets)
     assert sent == [(0, 0, 2 * 4096), (0, 1, 2 * (numel - 4096))]
+
+
+def test_nodes_send_shards_only_between_them() -> None:
+    """Each of 8 ranks sends half a bucket within its pair, and averages its half between pairs."""
+    site = read_site(Path(__file__).resolve().parents[2] / "scripts" / "site", "perlmutter")
+    dims = ParallelDims(tp=2, dp=8, pp=1, dp_inner=2)
+    rank = rank_of({"a": (128, 64)}, ranks=8, device="cuda")
+    (step,) = mean_traffic(rank, steps=1, grad_bytes=4, param_bytes=2, sharded=True, inner=2)
+    half = 128 * 64 // 2
+    sent = [(each.kind, each.bytes_sent(dims.dp)) for each in step.sent]
+    assert sent == [
+        ("reduce-scatter", 4 * half),
+        ("all-reduce", 2 * 3 * 4 * half // 4),
+        ("all-gather", 2 * half),
+    ]
+    everybody = site.link(dims, "dp")
+    links = [link_of(each, site, dims, everybody) for each in step.sent]
+    # Two tensor-parallel ranks of two data-parallel ranks fill a node of four GPUs.
+    within = Link(site.link_latency, site.link_rate)
+    assert links == [within, everybody, within] and everybody != within
+    seconds = [collective_seconds(e, k, dims.dp) for e, k in zip(step.sent, links, strict=True)]
+    assert seconds[1] == everybody.ring(sent[1][1], 4, rounds=2)

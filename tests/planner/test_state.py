@@ -52,6 +52,8 @@ CASES = {
              f"{FULL} --recompute-method block --recompute-num-layers 2"),
     "grid": (4, f"{TP} {PP} --sequence-parallel"),
     "zero": (4, f"--use-distributed-optimizer --bf16 {PP}"),
+    "nodes": (4, f"--dp-inner-size 2 --bf16 {FULL}"),
+    "nodes samo": (4, f"{SAMO} --dp-inner-size 2 --use-distributed-optimizer"),
     "samo": (4, f"{SAMO} --bf16 {PP} --grad-reduce-in-bf16"),
     "radius": (4, f"--grad-path radius {RADIUS} --bf16 {PP}"),
     "radius zero": (2, f"--grad-path radius {RADIUS} --bf16 --use-distributed-optimizer"),

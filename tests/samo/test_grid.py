@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import GradientConfig, OffloadConfig, OptimizerConfig
+from megatron.config import GradientConfig, OffloadConfig, OptimizerConfig, ParallelConfig
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.gradient_path import CheckpointView, LayoutChange, PathParts
 from megatron.data_parallel.layout import DenseLayout, Masks
@@ -74,7 +74,7 @@ def build(
             param_dtype=str(dtype).partition(".")[2], grad_dtype="float32", predivide_loss=False
         ),
         optimizer=OptimizerConfig(),
-        parallel=SimpleNamespace(use_distributed_optimizer=False),
+        parallel=ParallelConfig(),
         total_iterations=lambda: TOTAL,
     )
     infos = make_infos(groups, dtype)

@@ -17,6 +17,28 @@ RADIUS = "--grad-path radius --radius-density 0.3 --radius-interval 3 --radius-s
 PRUNED = "--grad-path samo --samo-sparsity 0.5 --samo-pruning random --dsr-interval 1"
 
 
+def on_nodes(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
+    return train(grid(groups, inner=2), flags, run_dir)
+
+
+@pytest.mark.parametrize("flags", ["", f"--fp16 --initial-loss-scale 1024 {PRUNED}"])
+def test_means_of_nodes_make_the_run_of_one_mean_up_to_rounding(
+    ranks: Ranks, tmp_path: Path, flags: str
+) -> None:
+    base = f"{TINY} {NO_DROPOUT} {flags}"
+    ranks.run(4, on_rank, 1, f"{base} {SHARED}", tmp_path / "plain")
+    nodes = f"{base} --dp-inner-size 2 --check-weight-hash-across-dp-replicas-interval 2"
+    through = ranks.run(4, on_nodes, nodes, tmp_path / "nodes")
+    for key, close in (("lm_loss", 1e-3), ("grad_norm", 1e-2)):
+        plain, ours = (metrics_of(tmp_path / name, key) for name in ("plain", "nodes"))
+        assert ours == pytest.approx(plain, rel=close)
+    # Left and resumed, it makes the same bits.
+    ranks.run(4, on_nodes, f"{nodes} --exit-interval 5", tmp_path / "left")
+    for mine, theirs in zip(through, ranks.run(4, on_nodes, nodes, tmp_path / "left"), strict=True):
+        for name, weight in mine["params"].items():
+            assert torch.equal(weight, theirs["params"][name]), name
+
+
 def on_rank(groups: ProcessGroups, tp: int, flags: str, run_dir: Path) -> dict[str, Any]:
     return train(grid(groups, tp=tp), f"{flags} --tensor-model-parallel-size {tp}", run_dir)
 

@@ -106,6 +106,7 @@ class Plan:
             tp=parallel.tensor_model_parallel_size,
             pp=parallel.pipeline_model_parallel_size,
             order=parallel.rank_order,
+            dp_inner=parallel.dp_inner_size,
         )
         device = config.run.device or site.device
         grid = RankGrid(

@@ -11,6 +11,7 @@ evaluation are not included.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from megatron.data_parallel.bucket_plan import PlannedCollective, RankShapes, St
 from megatron.low_memory.checkpoint_interval import recompute_spans, recomputes_attention
 from megatron.memory_estimate import Activations, RankGrid, microbatches_of
 from megatron.model.flops import flops_per_token
+from megatron.parallel.dims import ParallelDims
 from megatron.pipeline.schedule import Kind, Operation, interleaved
 from tools.planner.site import Link, Site
 from tools.planner.timeline import Player, Timeline, driven, timeline
@@ -192,8 +194,16 @@ def play(
     return timeline(players, chunks=chunks, transfer=transfer, factor=seconds)
 
 
+def link_of(sent: PlannedCollective, site: Site, dims: ParallelDims, link: Link) -> Link:
+    """Return the link of a collective; `link` is that of all data-parallel ranks."""
+    if not sent.inner or sent.ranks is None:
+        return link
+    return site.link(dataclasses.replace(dims, dp=sent.ranks, dp_inner=1), "dp")
+
+
 def collective_seconds(sent: PlannedCollective, link: Link, ranks: int) -> float:
-    """Return the seconds of one collective over `ranks` data-parallel ranks."""
+    """Return the seconds of one collective of a run with `ranks` data-parallel ranks."""
+    ranks = sent.ranks or ranks
     if ranks == 1 or not sent.nbytes:
         return 0.0
     rounds = 2 if sent.kind == "all-reduce" else 1
@@ -230,7 +240,7 @@ def after_backward(
         return backward * (1.0 if waits else share)
 
     def takes(sent: PlannedCollective) -> float:
-        return collective_seconds(sent, link, ranks)
+        return collective_seconds(sent, link_of(sent, site, grid.dims, link), ranks)
 
     sums = play_sums(rank, step.sent, ready=ready, takes=takes)
     late = sum(map(takes, sums.late))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from megatron.data_parallel.bucket_plan import PlannedCollective
 from megatron.memory_estimate import microbatches_of
 from tools.planner.course import Course, Setting, course_of
-from tools.planner.seconds import collective_seconds
+from tools.planner.seconds import collective_seconds, link_of
 from tools.planner.updates import (
     BucketSums,
     UpdateJob,
@@ -192,7 +192,9 @@ class _Reduction:
         return sums
 
     def _takes(self, sent: PlannedCollective) -> float:
-        return collective_seconds(sent, self._setting.links.reduce, self._grid.dims.dp)
+        setting, dims = self._setting, self._grid.dims
+        link = link_of(sent, setting.site, dims, setting.links.reduce)
+        return collective_seconds(sent, link, dims.dp)
 
     def _over(self, stage: int) -> float:
         """Return the end of a stage's last backward."""

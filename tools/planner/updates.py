@@ -100,7 +100,7 @@ def play_sums(
 
 def jobs_of(grid: RankGrid, rank: RankShapes, sums: BucketSums) -> list[UpdateJob]:
     """Return a rank's updates in order: pieces if they are updated one by one, else buckets."""
-    shared = rank.ranks if grid.config.parallel.use_distributed_optimizer else 1
+    shared = grid.config.parallel.num_shards(rank.ranks)
     whole = not streams(grid.config)
     arrives, sizes = dict[tuple[int, int], float](), dict[tuple[int, int], int]()
     for sent, _, stop in sums.done:
