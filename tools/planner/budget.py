@@ -10,7 +10,7 @@ from megatron.config.byte_size import parse_bytes, show_bytes
 from megatron.errors import ConfigError, missing_extra
 from megatron.low_memory.memory_budget import BudgetSearch, Candidate
 
-MB, GB = 10**6, 10**9
+MB = 10**6
 
 
 def front_lines(search: BudgetSearch, budget: str) -> Iterator[str]:
@@ -64,10 +64,10 @@ def draw_front(file: Path, search: BudgetSearch, budget: str) -> None:
     size, front = parse_bytes(budget), search.front
     axes.scatter(*_points(search.candidates), s=6, color="#9ca3af", label="legal settings")
     axes.plot(*_points(front), marker="o", color="#2563eb", label="fastest at some budget")
-    axes.axvline(size / GB, color="#6b7280", linewidth=0.8, label=f"budget of {budget}")
+    axes.axvline(size / MB, color="#6b7280", linewidth=0.8, label=f"budget of {budget}")
     if (chosen := search.fastest(size)) is not None:
         axes.scatter(*_points([chosen]), s=90, color="#dc2626", zorder=3, label="chosen")
-    axes.set_xlabel("planned peak of the fullest rank, GB")
+    axes.set_xlabel("planned peak of the fullest rank, MB")
     axes.set_ylabel("FLOPs of a step, ratio to none recomputed")
     axes.legend(fontsize=8, frameon=False)
     try:
@@ -77,4 +77,4 @@ def draw_front(file: Path, search: BudgetSearch, budget: str) -> None:
 
 
 def _points(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-    return [each.peak / GB for each in candidates], [each.flops for each in candidates]
+    return [each.peak / MB for each in candidates], [each.flops for each in candidates]
