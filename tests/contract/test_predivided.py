@@ -30,7 +30,7 @@ def on_rank_both(
 ) -> dict[str, Any]:
     """Return how a run with plain gradients and a run with predivided gradients differ."""
     pair = [
-        Toy(groups, one, lr=1e-3, scatter=scatter, **kinds)
+        Toy(groups, one, lr=1e-3, scatter=scatter or None, **kinds)
         for one in (case, replace(case, predivided=True))
     ]
     if case.sharded:

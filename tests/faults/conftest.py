@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from tests.faults import starting
+
+# A shell makes a background job ignore interrupts, and the runs that tests interrupt inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -182,6 +182,7 @@ class Whole:
         self.layout: Any = SimpleNamespace(bind=lambda *_: None, scatter=lambda *_: None)
         self.infos = {"w": SimpleNamespace(param=bench.weight, leaves=())}
         self.wants_update = True
+        self.local_steps = None
 
     def slices(self) -> Iterator[Any]:
         yield SimpleNamespace(name="w", leaves=()), self.buckets[0], Slice(0, ENTRIES)

@@ -80,8 +80,12 @@ def on_rank_taken_over(
     return {"pending": pending, "params": params_of(toy)}
 
 
-# On another number of ranks a wire rounds other gradients.
-@pytest.mark.parametrize("case", [case for case in CASES if case.linear], ids=case_id)
+# On another number of ranks a wire rounds other gradients, and shards have other lengths:
+# tests/training/test_resume_grids.py resumes those from checkpoints.
+MOVABLE = [case for case in CASES if case.linear and not case.sharded]
+
+
+@pytest.mark.parametrize("case", MOVABLE, ids=case_id)
 @pytest.mark.parametrize("left_at", [6, 8])
 def test_another_number_of_ranks_keeps_the_pending_update(
     ranks: Ranks, case: PathCase, left_at: int
