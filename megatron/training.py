@@ -269,9 +269,7 @@ class Trainer:
 
         loss_scale = self.scaler.scale
         context = StepContext(
-            t=self.optimizer.applied + 1,
-            loss_scale=loss_scale / self._share_of_ranks(),
-            is_logged=self._is_logged(),
+            t=self.optimizer.applied + 1, loss_scale=loss_scale / self._share_of_ranks()
         )
         self.engine.begin(context)
         with self.timers("forward-backward", level=1):

@@ -248,7 +248,7 @@ class RadiusReducer(GradientReducer):
     def _resample(self, own: RadiusBucket, values: Sequence[torch.Tensor | None]) -> None:
         """Select entries in the whole bucket, by values for each part."""
         settings = self.settings
-        compare = own.open_index() and self._step.is_logged
+        compare = own.open_index()
         pieces = settings.interval if settings.schedule == "rolling" else 1
         cuts: list[tuple[IndexPart, torch.Tensor | None]] = []
         for part, whole in zip(own.parts, values, strict=True):
@@ -265,7 +265,7 @@ class RadiusReducer(GradientReducer):
     def _roll(self, own: RadiusBucket, values: Sequence[torch.Tensor | None]) -> None:
         """Select entries in the flushed parts, by values for each part."""
         # Compare the first part's selections only, as often as in the paper's schedule.
-        compare = self._step.is_logged and self._step.t % self.settings.interval == 0
+        compare = self._step.t % self.settings.interval == 0
         for part in own.flushed:
             own.residual.flush(part)
         self._choose(own, list(zip(own.flushed, values, strict=True)), compare=compare)

@@ -22,13 +22,11 @@ class StepContext:
 
     `t` is the number of the update that the step would become (Adam's t, from 1).
     `layout_is_final`: stored entries will not change any more, so that state may be kept by entry.
-    `is_logged`: statistics that take a pass over state are wanted of the step.
     """
 
     t: int
     loss_scale: float = 1.0
     layout_is_final: bool = True
-    is_logged: bool = True
 
 
 @dataclass(frozen=True)

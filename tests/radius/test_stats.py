@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron.data_parallel.exchange import Exchange
-from megatron.data_parallel.reducer import StepContext
-from radius.bucket import RadiusBucket
 from tests.contract.harness import SHAPES, Toy, gradients
 from tests.radius.toys import (
     STEPS,
@@ -73,28 +68,6 @@ def test_the_share_of_the_index_kept_is_told_once_in_an_interval(schedule: str) 
                 old, both = old & first, both & first
             assert extra["index_kept"] == pytest.approx(int((old & both).sum()) / int(old.sum()))
             assert 0 < extra["index_kept"] < 1
-
-
-def test_selections_are_compared_only_for_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy, whole = Toy(alone(), radius()), Toy(alone(), radius())
-    compared: list[bool] = []
-    choose = RadiusBucket.choose
-
-    def spied(self: RadiusBucket, *args: Any, compare: bool) -> tuple[int, int]:
-        compared.append(compare)
-        return choose(self, *args, compare=compare)
-
-    monkeypatch.setattr(RadiusBucket, "choose", spied)
-    for t in range(1, STEPS + 1):
-        logged = t != 8
-        compared.clear()
-        with patch("tests.contract.harness.StepContext", partial(StepContext, is_logged=logged)):
-            toy.step([gradients(t)])
-        assert any(compared) == (t == 12), t
-        assert ("index_kept" in toy.engine.stats().extra) == (t == 12)
-        whole.step([gradients(t)])
-    for name, mask in masks_of(toy).items():
-        assert torch.equal(mask, masks_of(whole)[name])
 
 
 def test_it_says_what_it_keeps_and_when_it_is_on_each_once() -> None:
