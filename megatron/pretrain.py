@@ -8,6 +8,7 @@ configuration was checked.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
@@ -24,7 +25,7 @@ from megatron.config import Config, parse, resolve, to_yaml
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import bucket_elements
 from megatron.data_parallel.gradient_path import GradientPath, PathParts
-from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, PeerError
+from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError, PeerError
 from megatron.fault_tolerance.exit_signals import ExitSignals
 from megatron.fault_tolerance.failures import Failures
 from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
@@ -120,7 +121,14 @@ def _pretrain(
         config = resolve(parse(argv, paths=paths, task=task.config), launch.world_size)
         check_trackers(config.logging)
         if config.training.memory_budget is not None:
-            config = apply_budget(task, paths, config, launch.world_size)
+            try:
+                config = apply_budget(task, paths, config, launch.world_size)
+            except DataError as error:
+                # Only compute nodes may have the data; the run chooses there.
+                if not config.run.dry_run or config.run.check_paths:
+                    raise
+                line = f"memory_budget: the run chooses when it starts ({error})"
+                config = dataclasses.replace(config, notices=(*config.notices, line))
             if config.run.dry_run and launch.rank == 0:
                 print(f"note: {config.notices[-1]}", file=sys.stderr)
         if config.run.dry_run:

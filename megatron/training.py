@@ -364,7 +364,7 @@ class Trainer:
         return {"replicas_skipped": step.replicas_skipped} if self._is_local else {}
 
     def _is_good(self, step: Step, loss: float) -> bool:
-        """Decide from numbers that all ranks share whether to apply the step.
+        """Decide from numbers that all ranks of a model share whether to apply the step.
 
         Updates the latest losses and the number of steps skipped in a row.
         """

@@ -101,9 +101,9 @@ class RadiusBucket:
         steps_accumulated = self._compact("steps_accumulated", sent.numel, torch.float32).fill_(1.0)
         here = [part for part in self.flushed if part.length]
         for part, run in zip(here, sent.runs, strict=True):
-            not_chosen = grad[part.start : part.stop].fill_(steps - 1)
+            not_chosen = grad[part.start : part.stop].fill_(1.0)
             index.clear_part(grad, part.start, part.length)
-            steps_accumulated[run.values].add_(not_chosen)
+            steps_accumulated[run.values].add_(not_chosen, alpha=steps - 1)
         self.steps_accumulated = steps_accumulated
 
     def prepare(self, loss_scale: float) -> None:

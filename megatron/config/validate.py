@@ -345,7 +345,7 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
     refused_pair(
         "predivide_loss with a grad_path other than dense and samo",
         lambda c: c.precision.predivide_loss and c.gradient.grad_path not in ("dense", "samo"),
-        "its residual is compared with means over ranks",
+        "it does not merely sum gradients",
         "give --grad-path dense or samo, or drop it",
     ),
     refused_pair(
@@ -369,7 +369,7 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "dp_inner_size above 1 with a grad_path other than dense and samo",
         lambda c: c.parallel.dp_inner_size > 1 and c.gradient.grad_path not in ("dense", "samo"),
         "it reduces whole buckets, not shards of them",
-        "give --grad-path dense or samo, or --use-distributed-optimizer instead",
+        "give --grad-path dense or samo, or drop --dp-inner-size",
     ),
     refused_pair(
         "dp_inner_size above 1 with grad_wire",

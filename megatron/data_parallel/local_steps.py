@@ -71,24 +71,6 @@ def _pair(name: str, holds: Callable[[Config], object], reason: str, instead: st
 
 DILOCO_PAIRS: tuple[RefusedPair, ...] = (
     _pair(
-        "grad_path diloco with use_distributed_optimizer",
-        lambda c: c.parallel.use_distributed_optimizer,
-        "each replica has optimizer states of its own, which data-parallel ranks cannot share out",
-        "drop --use-distributed-optimizer, or give another --grad-path",
-    ),
-    _pair(
-        "grad_path diloco with optimizer_cpu_offload",
-        lambda c: c.offload.optimizer_cpu_offload,
-        "the outer step reads and writes the weights on the device",
-        "drop --optimizer-cpu-offload, or give another --grad-path",
-    ),
-    _pair(
-        "grad_path diloco with predivide_loss",
-        lambda c: c.precision.predivide_loss,
-        "each replica applies the gradient of its own mean loss, and nothing sums gradients",
-        "drop --predivide-loss",
-    ),
-    _pair(
         "grad_path diloco with skip_loss_spikes",
         lambda c: c.training.skip_loss_spikes is not None,
         "replicas skip steps on their own, and a mean loss does not tell whose loss is too far out",
@@ -152,6 +134,7 @@ class DilocoPath(GradientPath):
             outer=OuterSGD(lr=options.outer_lr, momentum=options.outer_momentum),
             entries={info.name: info.local_entries for info in infos},
             keeps_rounding=config.gradient.keeps_rounding,
+            copies=groups.tp,
         )
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:

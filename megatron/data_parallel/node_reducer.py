@@ -7,7 +7,8 @@ ranks with one shard, one of each node, average it:
     between nodes    mean of the shard                                     (thread or stream)
     within a node    all-gather of the updated values, after the update
 
-A rank sends one shard over the slower network between nodes instead of the whole bucket.
+Between nodes a rank sends one shard, and all ranks of a node together about what a ring over all
+data-parallel ranks sends across its network.
 """
 
 from __future__ import annotations

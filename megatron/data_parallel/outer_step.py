@@ -28,6 +28,8 @@ from megatron.data_parallel.reducer import (
 )
 from megatron.data_parallel.rounds import Rounds
 from megatron.data_parallel.wire_feedback import WireFeedback
+from megatron.errors import ConfigError
+from megatron.parallel.groups import Group
 
 MOMENTUM = "outer_momentum/"
 """Prefix of the outer optimizer's momentum among the state of the path."""
@@ -94,6 +96,7 @@ class LocalReducer(GradientReducer):
         outer: The outer optimizer.
         entries: Number of entries of each parameter on this rank, without padding.
         keeps_rounding: Keep what an encoded wire loses of matrices, and send it in the next round.
+        copies: The tensor-parallel ranks, which hold copies of some parameters; None for one rank.
     """
 
     def __init__(
@@ -104,11 +107,12 @@ class LocalReducer(GradientReducer):
         outer: OuterSGD,
         entries: Mapping[str, int],
         keeps_rounding: bool = False,
+        copies: Group | None = None,
     ) -> None:
         super().__init__(exchange)
         self.anchors: list[Anchor] = []
         self._rounds, self._outer, self._entries = rounds, outer, entries
-        self._keeps_rounding = keeps_rounding
+        self._keeps_rounding, self._copies = keeps_rounding, copies
         self._averaged = 0
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
@@ -121,16 +125,32 @@ class LocalReducer(GradientReducer):
             )
             for bucket in buckets
         ]
+        self._check_turns()
+
+    def _check_turns(self) -> None:
+        """Raise `ConfigError` if tensor-parallel ranks average copies of a parameter apart.
+
+        Shards of unequal size may fill other buckets. Collective over tensor-parallel ranks.
+        """
+        if self._copies is None or self._rounds.fragments == 1 or not self.anchors:
+            return
+        turns = [
+            f"{name} {anchor.fragment}"
+            for anchor in self.anchors
+            if not anchor.bucket.tp_sharded
+            for name in anchor.bucket.names
+        ]
+        if len(set(self._copies.all_gather_str("\n".join(turns)))) > 1:
+            raise ConfigError(
+                f"local_fragments {self._rounds.fragments}: tensor-parallel ranks have other "
+                "buckets, so that copies of a parameter would be averaged at different steps; give "
+                "another --ddp-bucket-size, or --local-fragments 1"
+            )
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         return TransferWork(bucket.grad, None)
 
     # ---- rounds --------------------------------------------------------------------------------
-
-    @property
-    def is_mid_round(self) -> bool:
-        """True if replicas differ from an anchor."""
-        return any(anchor.is_left for anchor in self.anchors)
 
     def start(self, weights: Sequence[torch.Tensor]) -> None:
         """Begin all rounds at these master weights, fp32, one for each bucket."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,8 +79,8 @@ class Candidate:
 
     @property
     def changes_numbers(self) -> bool:
-        """Whether the run computes other numbers: from other microbatches, or 16-bit states."""
-        return any(name in ("micro_batch_size", *FORMATS) for name in self.changes)
+        """Whether the run computes other numbers: other microbatches, states or buckets."""
+        return any(name in ("micro_batch_size", *STATES) for name in self.changes)
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def describe_choice(search: BudgetSearch) -> str:
         f"{show_bytes(chosen.peak)} instead of {show_bytes(given.peak)} and {more:.1%} more FLOPs"
     )
     if chosen.changes_numbers:
-        line += "; smaller microbatches and 16-bit states change the numbers of the run"
+        line += "; smaller microbatches, 16-bit states and offload change the numbers of the run"
     return line
 
 
@@ -287,7 +288,7 @@ def vocabularies_of(config: Config) -> Sequence[int]:
     if isinstance(config, GPTConfig):
         from megatron.data.vocabulary import data_prefixes, find_vocabulary
 
-        hub = "tokenizer_model" in config.from_flags
+        hub = "tokenizer_model" in config.from_flags and not config.run.dry_run
         try:
             return (find_vocabulary(config.data, data_prefixes(config.data), hub=hub).size,)
         except DataError:
@@ -312,15 +313,28 @@ def _kept(
     """Return the configuration with the saved choice and the saved budget."""
     names = set(SEARCHED) - (config.from_flags - {"micro_batch_size"})
     values = {name: value for name, value in saved.values().items() if name in names}
+    values["micro_batch_size"] = _fitting(saved.training.micro_batch_size, config, world)
     asked, first = config.training.memory_budget, saved.training.memory_budget
+    assert first is not None, "the caller checked"
     kept = checked(config.with_values(values | {"memory_budget": first}), path, world)
     peak = BudgetSearch(kept, path, world, vocabularies).peak(kept)
     flags = " ".join(_flag(kept, name) for name in _differences(config, kept)) or "no change"
-    return _noted(
-        kept,
+    line = (
         f"memory_budget {asked}: the resumed run keeps what {first} chose, {flags}, with a planned "
-        f"peak of {show_bytes(peak)}",
+        f"peak of {show_bytes(peak)}"
     )
+    if peak > parse_bytes(first):
+        line += f", which is more than {first}; --memory-budget none and other settings need less"
+    return _noted(kept, line)
+
+
+def _fitting(size: int, config: Config, world: int) -> int:
+    """Return the largest divisor of a microbatch that divides what each data-parallel rank gets."""
+    batches = [config.training.global_batch_size or size]
+    if config.training.rampup_batch_size is not None:
+        batches += config.training.rampup_batch_size[:2]
+    ranks = config.data_parallel_size(world)
+    return math.gcd(size, *(batch // ranks for batch in batches))
 
 
 def _noted(config: Config, line: str) -> Config:

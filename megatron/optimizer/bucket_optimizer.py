@@ -267,7 +267,7 @@ class BucketOptimizer:
         """
         self._bring_all_up()
         if self.is_sharded:
-            self.engine.reducer.stats()  # drop its bytes, which belong to no step
+            self.engine.reducer.exchange.take_counters()  # its bytes belong to no step
 
     def _bring_all_up(self) -> None:
         updates = ShardUpdates(self.engine)

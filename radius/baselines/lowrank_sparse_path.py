@@ -21,7 +21,7 @@ from radius.baselines.message_bytes import (
     powersgd_bytes,
     powersgd_traffic,
 )
-from radius.baselines.rules import BASELINE_PAIRS
+from radius.baselines.rules import LOWRANK_PAIRS
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -64,7 +64,7 @@ class LowRankSparsePath(GradientPath):
 
     name = "lowrank+sparse"
     sections = {"lowrank": LowRankSparseConfig}
-    refused_pairs = BASELINE_PAIRS
+    refused_pairs = LOWRANK_PAIRS
 
     def check(self, config: Config) -> None:
         start = options_of(config, LowRankSparseConfig).lowrank_start_iter

@@ -196,8 +196,12 @@ def play(
 
 def link_of(sent: PlannedCollective, site: Site, dims: ParallelDims, link: Link) -> Link:
     """Return the link of a collective; `link` is that of all data-parallel ranks."""
-    if not sent.inner or sent.ranks is None:
+    if sent.ranks is None:
         return link
+    if not sent.inner:
+        # All ranks of a node send at once, each to the ranks of other nodes with its shard.
+        inner = dims.dp // sent.ranks
+        dims = dataclasses.replace(dims, tp=dims.tp * inner)
     return site.link(dataclasses.replace(dims, dp=sent.ranks, dp_inner=1), "dp")
 
 

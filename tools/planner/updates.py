@@ -83,6 +83,10 @@ def play_sums(
     filled, free, at = 0, 0.0, 0.0
     for each in sent:
         if (each.bucket, each.piece) in seen:
+            if each.ranks is not None and each.kind != "all-gather":  # it follows its shard at once
+                done.append(Summed(each, free, free + takes(each)))
+                free = done[-1].stop
+                continue
             (late if each.kind == "all-gather" else rest).append(each)
             continue
         seen.add((each.bucket, each.piece))
