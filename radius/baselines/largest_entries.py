@@ -61,15 +61,19 @@ def take_largest(
     return raw, entries
 
 
-def add_mean(received: torch.Tensor, entries: int, mean: torch.Tensor) -> None:
+def add_mean(
+    received: torch.Tensor, entries: int, mean: torch.Tensor, dtype: torch.dtype | None = None
+) -> None:
     """Add the mean of the messages of all ranks, [ranks, bytes], to a bucket-sized tensor.
+
+    `dtype` is that of the sent values, by default that of the mean.
 
     Every rank adds the messages in rank order. A message has no position twice, so the order of its
     entries does not matter.
     """
     for raw in received:
-        positions, values = split_message(raw, entries, mean.dtype)
-        mean.index_add_(0, positions, values.div_(len(received)))
+        positions, values = split_message(raw, entries, dtype or mean.dtype)
+        mean.index_add_(0, positions, values.to(mean.dtype).div_(len(received)))
 
 
 def split_message(

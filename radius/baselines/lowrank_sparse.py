@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from megatron.data_parallel.bucket import GradBucket, ParamInfo
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.reducer import ReducedGrad, StepContext
@@ -42,8 +44,19 @@ class LowRankSparseWork(PowerSGDWork):
 
     def wait(self) -> ReducedGrad:
         self._reducer.start_third_rounds()
-        add_mean(self._pending.wait(), self._count, self._bucket.grad)  # (8)
-        return ReducedGrad(values=self._bucket.grad)
+        grad, received = self._bucket.grad, self._pending.wait()
+        exact = grad.float()  # the gradient itself if it is fp32
+        add_mean(received, self._count, exact, grad.dtype)  # (8)
+        if exact is not grad:
+            grad.copy_(exact)
+            self._keep(exact.sub_(grad).div_(self._scale))
+        return ReducedGrad(values=grad)
+
+    def _keep(self, lost: torch.Tensor) -> None:
+        """Add what a 16-bit gradient rounded off, fp32 [bucket], to the residuals of matrices."""
+        for matrix in self._plan.matrices:
+            offered = self._reducer.offered[matrix.name]
+            offered.add_(self._bucket.slices[matrix.name].of(lost)[: offered.numel()])
 
 
 class LowRankSparseReducer(PowerSGDReducer):

@@ -21,7 +21,7 @@ from radius.baselines.message_bytes import (
     powersgd_bytes,
     powersgd_traffic,
 )
-from radius.baselines.rules import LOWRANK_PAIRS
+from radius.baselines.rules import BASELINE_PAIRS
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -64,7 +64,7 @@ class LowRankSparsePath(GradientPath):
 
     name = "lowrank+sparse"
     sections = {"lowrank": LowRankSparseConfig}
-    refused_pairs = LOWRANK_PAIRS
+    refused_pairs = BASELINE_PAIRS
 
     def check(self, config: Config) -> None:
         start = options_of(config, LowRankSparseConfig).lowrank_start_iter
@@ -102,7 +102,10 @@ class LowRankSparsePath(GradientPath):
             message = entries_message(compressed, options.lowrank_density, value_bytes)
             messages += gathered_bytes(message, rank.ranks)
         found = powersgd_bytes(rank, factors=options.factors)
-        return dataclasses.replace(found, passing={**found.passing, "messages": messages})
+        passing = {**found.passing, "messages": messages}
+        if value_bytes < 4:  # the sum of the product and the entries, in fp32
+            passing["sum"] = 4 * max((bucket.numel for bucket in matrices(rank)), default=0)
+        return dataclasses.replace(found, passing=passing)
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
         """Return the traffic: dense steps, then two sums and a message per bucket of matrices."""

@@ -35,18 +35,6 @@ POWERSGD_PAIRS: tuple[RefusedPair, ...] = (
 )
 """Pairs of `--grad-path powersgd`. The default of powersgd_rank counts as not given."""
 
-LOWRANK_PAIRS: tuple[RefusedPair, ...] = (
-    *BASELINE_PAIRS,
-    RefusedPair(
-        name="grad_path lowrank+sparse with gradients accumulated in 16 bit",
-        holds=lambda c: c.precision.grad_dtype != "float32",
-        reason="the sum of the factors' product and the sent entries would be rounded, and no "
-        "residual keeps what is lost",
-        instead="give --accumulate-allreduce-grads-in-fp32, or drop --grad-reduce-in-bf16",
-    ),
-)
-"""Pairs of `--grad-path lowrank+sparse`."""
-
 ROUNDROBIN_PAIRS: tuple[RefusedPair, ...] = (
     *BASELINE_PAIRS,
     RefusedPair(

@@ -96,6 +96,8 @@ def test_nodes_send_shards_only_between_them() -> None:
     links = [link_of(each, site, dims, everybody) for each in step.sent]
     # Two tensor-parallel ranks of two data-parallel ranks fill a node of four GPUs.
     within = Link(site.link_latency, site.link_rate)
-    assert links == [within, everybody, within] and everybody != within
+    # Between nodes all four send at once, each to the ranks with its own shard.
+    apart = Link(everybody.latency, everybody.rate / 2)
+    assert links == [within, apart, within] and everybody != within
     seconds = [collective_seconds(e, k, dims.dp) for e, k in zip(step.sent, links, strict=True)]
-    assert seconds[1] == everybody.ring(sent[1][1], 4, rounds=2)
+    assert seconds[1] == apart.ring(sent[1][1], 4, rounds=2)
