@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config import Config, parse, resolve, to_yaml
 from megatron.config.byte_size import parse_bytes, show_bytes
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.low_memory.memory_budget import BudgetSearch, within_budget
 from megatron.low_memory.planned_memory import planned_column
 from megatron.low_memory.recomputed_flops import recomputed_share
@@ -349,6 +349,40 @@ def test_a_run_trains_as_with_the_flags_typed_and_a_resumed_one_keeps_the_choice
         assert kept.recompute == chosen.config.recompute
         assert kept.optimizer == chosen.config.optimizer
         assert kept.training.micro_batch_size == chosen.config.training.micro_batch_size
+
+
+def resumed(flags: str, *, chosen: str, on: int, before: int) -> Config:
+    """The configuration with which `on` ranks resume a run whose settings `before` ranks chose."""
+    path, sizes = GRADIENT_PATHS["dense"], SIZES["gpt"]
+    saved = within_budget(config_of(chosen, world=before), path, world=before, vocabularies=sizes)
+    again = config_of(flags, world=on)
+    return within_budget(again, path, world=on, vocabularies=sizes, saved=saved)
+
+
+def test_a_saved_microbatch_is_cut_to_what_other_ranks_get() -> None:
+    config = config_of("--micro-batch-size 8 --global-batch-size 8")
+    flags = f"--global-batch-size 8 --memory-budget {show_bytes(fullest(config, 1))}"
+    one, more = f"{flags} --micro-batch-size 8", f"{flags} --micro-batch-size 1"
+    assert resumed(more, chosen=one, on=1, before=1).training.micro_batch_size == 8
+    assert resumed(more, chosen=one, on=4, before=1).training.micro_batch_size == 2
+
+
+def test_a_resumed_run_says_that_it_needs_more_than_its_budget() -> None:
+    flags = "--global-batch-size 8 --micro-batch-size 1 --use-distributed-optimizer"
+    size = show_bytes(fullest(config_of(flags, world=8), 8))
+    line = f"{flags} --memory-budget {size}"
+    assert f"more than {size}" in resumed(line, chosen=line, on=1, before=8).notices[-1]
+    assert "more than" not in resumed(line, chosen=line, on=8, before=8).notices[-1]
+
+
+def test_a_dry_run_without_the_data_leaves_the_choice_to_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    absent = ["--mock-data", "false", "--data-path", "nowhere/x", "--vocab-size", "none"]
+    line = [*RUN.split(), *absent, "--dry-run", "--memory-budget", "1GB"]
+    assert pretrain_gpt(line) == DataError.exit_code
+    assert pretrain_gpt([*line, "--check-paths", "false"]) == 0
+    assert "the run chooses when it starts" in capsys.readouterr().err
 
 
 def test_a_budget_that_nothing_fits_is_one_line_and_leaves_no_run(
