@@ -22,6 +22,7 @@ _LATER: dict[str, Any] = {
 _ADDED = {
     "gradient.grad_wire": (None,),
     "gradient.keeps_rounding": (False,),
+    "radius.radius_clip": ("all",),
     "samo.samo_dense": (None,),
     "samo.dsr_frequency": (1.0,),
     "samo.dsr_growth": ("survivors", "zeros"),
