@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megatron.data_parallel.bucket import GradBucket
+from megatron.data_parallel.norm import sum_of_squares
 from megatron.data_parallel.reducer import PerEntryState, SparseIndex
 from megatron.sparse.selection import CHUNK, GivenSelection, Selection
 from radius.bucket_index import BucketIndex
@@ -105,6 +106,28 @@ class RadiusBucket:
             index.clear_part(grad, part.start, part.length)
             steps_accumulated[run.values].add_(not_chosen, alpha=steps - 1)
         self.steps_accumulated = steps_accumulated
+
+    def norm_per_step(self, values: torch.Tensor, steps: int) -> torch.Tensor:
+        """Return the squared norm (fp64 []) of reduced values, with sums of c steps over sqrt(c).
+
+        Noise makes a sum of c steps larger by that factor. In a resample, entries that were not
+        selected before sum `steps` steps; in a rolling step, `steps_accumulated` says it.
+        """
+        if self.phase is Phase.RESAMPLE and self.index is not None:
+            chosen = self._compact("values", self.index.numel, values.dtype)
+            self.index.gather(values, chosen)
+            single = sum_of_squares(chosen)
+            return single + (sum_of_squares(values) - single) / steps
+        counts = self.steps_accumulated
+        if counts is None or self.sent is None:
+            return sum_of_squares(values)
+        total, done = sum_of_squares(values[:0]), 0
+        for run in self.sent.runs:
+            total += sum_of_squares(values[done : run.at])
+            waited = values[run.values].float() * counts[run.values].rsqrt()
+            total += sum_of_squares(waited)
+            done = run.values.stop
+        return total + sum_of_squares(values[done:])
 
     def prepare(self, loss_scale: float) -> None:
         """Compute the next residual while the selected entries travel (`Residual.prepare`)."""

@@ -150,6 +150,11 @@ class RadiusConfig:
         help="Criterion of the selection: the largest update of the optimizer (the paper), a"
         " seeded random draw, or the largest mean gradient (ours).",
     )
+    radius_clip: Literal["all", "per-step"] = option(
+        default="all",
+        help="Gradient norm for clipping and log: of all that was sent (the paper), or per-step "
+        "(ours), in which the sum of c steps counts by its square over c.",
+    )
     radius_residual: Literal["separate", "none"] = option(
         default="separate",
         help="Buffer of gradients that were not sent: separate (the paper), or none, which "
@@ -203,6 +208,7 @@ class RadiusPath(GradientPath):
             start=options.start(total),
             schedule=options.radius_schedule,
             select=options.radius_select,
+            clip=options.radius_clip,
             residual=options.radius_residual,
             seed=config.training.seed,
         )

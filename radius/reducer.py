@@ -181,10 +181,7 @@ class RadiusReducer(GradientReducer):
             cuts = [part.cut(number, interval, settings.density) for part in own.parts]
             values = own.gather_rolling([cut for cut in cuts if cut.places.total], step.loss_scale)
             if settings.residual != "none":
-                since = (
-                    step.t - self._first
-                )  # below 1 in the first step that is counted from 1 again
-                own.count_steps(since if 0 < since < interval else interval)
+                own.count_steps(min(self._waited(self._first), interval))
             return values
         if own.phase is Phase.RESAMPLE:
             return own.gather_all(step.loss_scale)
@@ -194,12 +191,24 @@ class RadiusReducer(GradientReducer):
         if self.settings.select == "gradient" and own.phase in CHOOSING:
             # The optimizer may overwrite it before all ranks know that the step is applied.
             own.mean = [part.clone() for part in own.of_parts(mean.values)]
+        settings, norm = self.settings, None
+        if settings.clip == "per-step" and settings.residual != "none" and own.phase in CHOOSING:
+            norm = own.norm_per_step(mean.values, self._waited(self._last))
         return dataclasses.replace(
             mean,
             index=own.sent,
             unselected="frozen" if own.phase is Phase.ROLLING else "zero",
             steps_accumulated=own.steps_accumulated,
+            squared_norm=norm,
         )
+
+    def _waited(self, since: int) -> int:
+        """Return the steps that a residual sums which was last empty after update `since`.
+
+        They are a whole interval if updates are counted from 1 again.
+        """
+        steps, interval = self._step.t - since, self.settings.interval
+        return steps if steps > 0 else interval
 
     def wants_update(self, step: StepContext) -> bool:
         selects = bool(self._entries) and self.settings.select == "update"

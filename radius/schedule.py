@@ -19,6 +19,7 @@ class RadiusSettings:
     start: int
     schedule: str = "paper"
     select: str = "update"
+    clip: str = "all"
     residual: str = "separate"
     seed: int = 0
 

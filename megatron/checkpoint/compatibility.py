@@ -23,6 +23,7 @@ _ADDED = {
     "gradient.grad_wire": (None,),
     "gradient.keeps_rounding": (False,),
     "powersgd.powersgd_rank_share": (None,),
+    "radius.radius_clip": ("all",),
     "samo.samo_dense": (None,),
     "samo.dsr_frequency": (1.0,),
     "samo.dsr_growth": ("survivors", "zeros"),

@@ -432,7 +432,8 @@ class GradientEngine:
             self._squares.append(self._square(reduced))
 
     def _square(self, reduced: ReducedGrad) -> _Term:
-        return _Term(reduced, sum_of_squares(reduced.values))
+        given = reduced.squared_norm
+        return _Term(reduced, sum_of_squares(reduced.values) if given is None else given)
 
     def _await(self, step: Step) -> None:
         """Wait for the means that have not arrived yet, and compute the norm."""

@@ -111,6 +111,8 @@ class ReducedGrad:
         steps_accumulated: Number of steps that each value sums (fp32, 1-D); None for one step.
         part: Positions of the bucket that this rank got, if other data-parallel ranks got the
             others.
+        squared_norm: The sum of squares by which gradients are clipped (fp64 []); None for that of
+            `values`.
         wait_until: Blocks until `values[:stop]` have arrived; a no-op unless from
             `ReducedGrads.begun`.
     """
@@ -120,6 +122,7 @@ class ReducedGrad:
     unselected: Literal["zero", "frozen"] = "zero"
     steps_accumulated: torch.Tensor | None = None
     part: Slice | None = None
+    squared_norm: torch.Tensor | None = None
     wait_until: Callable[[int], object] = field(default=_all_are_there, compare=False)
 
 

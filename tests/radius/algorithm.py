@@ -27,7 +27,10 @@ class Algorithm:
     lr: float = 1e-2
     weight_decay: float = 0.1
     clip: float = 1.0
+    per_step: bool = False
     first: int = 0
+    last: int = 0
+    norm: float = 0.0
     mask: Tensors = field(default_factory=dict)
     steps_accumulated: Tensors = field(default_factory=dict)
 
@@ -43,13 +46,27 @@ class Algorithm:
         """One step; the mean gradient that was clipped."""
         due = t >= self.start and t % self.interval == 0
         means = {name: self._reduce(name, t, due, gradients) for name in self.weights}
-        norm = math.sqrt(sum(float(mean.double().square().sum()) for mean, _ in means.values()))
-        factor = min(1.0, self.clip / norm)
+        self.norm = math.sqrt(
+            sum(
+                float((mean.double().square() / self._summed(name, t, due)).sum())
+                for name, (mean, _) in means.items()
+            )
+        )
+        factor = min(1.0, self.clip / self.norm)
         for name, (mean, sent) in means.items():
             self._update(name, t, due, mean * factor, sent)
-        if due and not self.first:
-            self.first = t
+        if due:
+            self.first, self.last = self.first or t, t
         return {name: mean for name, (mean, _) in means.items()}
+
+    def _summed(self, name: str, t: int, due: bool) -> torch.Tensor:
+        """Return by how many steps the square of each entry is divided in the norm."""
+        ones = torch.ones_like(self.weights[name])
+        if not self.per_step or name not in self.mask:
+            return ones
+        if self.rolling:
+            return self.steps_accumulated[name]
+        return torch.where(self.mask[name], ones, t - self.last) if due else ones
 
     def _reduce(
         self, name: str, t: int, due: bool, gradients: list[Tensors]

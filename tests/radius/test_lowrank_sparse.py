@@ -108,8 +108,6 @@ def test_what_is_not_sent_is_kept(dtype: torch.dtype) -> None:
             # What a 16-bit gradient rounds off is kept, too.
             whole = mean[name].float() + after
             torch.testing.assert_close(whole, offered.float(), rtol=0, atol=2e-6)
-                mean[name].float() + after, offered.float(), rtol=0, atol=2e-6
-            )
             before[name] = after.clone()
 
 

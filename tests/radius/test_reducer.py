@@ -49,17 +49,27 @@ def on_rank_algorithm(groups: ProcessGroups, case: PathCase, steps: int) -> list
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("density", [0.4, 0.1])
 @pytest.mark.parametrize("schedule", ["paper", "rolling"])
-def test_it_is_the_algorithm(ranks: Ranks, world: int, density: float, schedule: str) -> None:
-    case = radius(schedule=schedule, density=density)
+@pytest.mark.parametrize("clip", ["all", "per-step"])
+def test_it_is_the_algorithm(
+    ranks: Ranks, world: int, density: float, schedule: str, clip: str
+) -> None:
+    case = radius(schedule=schedule, density=density, clip=clip)
     by_rank = ranks.run(world, on_rank_algorithm, case, STEPS)
     start = Toy(alone(), DENSE)
     wanted = Algorithm(
-        params_of(start), world, density, interval=4, start=2, rolling=schedule == "rolling"
+        params_of(start),
+        world,
+        density,
+        interval=4,
+        start=2,
+        rolling=schedule == "rolling",
+        per_step=clip == "per-step",
     )
     for t in range(1, STEPS + 1):
         wanted.step(t, [gradients(t, rank) for rank in range(world)])
         for rank, found in enumerate(by_rank):
             now = found[t - 1]
+            assert now["norm"] == pytest.approx(wanted.norm, rel=1e-5)
             assert now["masks"].keys() == wanted.mask.keys()
             for name, mask in now["masks"].items():
                 assert torch.equal(mask, wanted.mask[name]), (t, name)
