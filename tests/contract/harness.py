@@ -98,6 +98,9 @@ PATHS = [
         SHORT | {"radius_schedule": "rolling", "radius_select": "seeded"},
         lossless=False,
     ),
+    PathCase(
+        "radius", SHORT | {"radius_schedule": "rolling", "radius_clip": "per-step"}, lossless=False
+    ),
     # Entries that lie far apart, or that torch has to move, are kept as a list of offsets.
     PathCase("radius", SHORT | FEW, lossless=False),
     PathCase("radius", SHORT | FEW | {"radius_schedule": "rolling"}, lossless=False),
