@@ -116,6 +116,7 @@ HANDS_ON = {
     "tools/bench/pruning/run.py": "tools/bench/convergence/run.py",
     "tools/bench/pruning_rates/run.py": "tools/bench/convergence/run.py",
     "tools/bench/state_precision/run.py": "tools/bench/convergence/run.py",
+    "tools/bench/rolling/run.py": "tools/bench/convergence/run.py",
 }
 """Programs that pass flags on, and the programs that know the flags."""
 

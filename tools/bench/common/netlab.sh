@@ -68,6 +68,7 @@ me=netlab-$$-$(started_at $$)
 switch=$me-switch
 problem=$(mktemp)
 made=()
+declare -A rank_of=() # what runs: process to rank
 
 remove() { # NAMESPACE...: end what runs there, then remove it; its interfaces go with it
   local name signal pids
@@ -101,6 +102,8 @@ finish() {
   trap - EXIT
   trap '' INT TERM HUP # no second signal stops the tidying
   ((${#made[@]} == 0)) || remove "${made[@]}"
+  # mpiexec is outside of them, and does not always notice that its ranks have ended.
+  ((${#rank_of[@]} == 0)) || kill -s KILL "${!rank_of[@]}" 2>/dev/null || true
   rm -f "$problem"
 }
 trap finish EXIT
@@ -191,7 +194,6 @@ if [[ -z $out ]]; then
 fi
 mkdir -p "$out"
 before=$(counters)
-declare -A rank_of=()
 if [[ -n $mpiexec ]]; then
   launch_all "$@" </dev/null &
 else
