@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.fields import specs_of
 from megatron.config.megatron_flags import RETIRED_VALUES
 from megatron.data.indexed_dataset import changes
 from megatron.errors import CheckpointError
@@ -65,8 +66,9 @@ def identity(
     found[_WIRE] = config.gradient.grad_wire
     found[_KEEPS_ROUNDING] = config.gradient.keeps_rounding
     for section, options in config.extensions.items():
-        for name, value in dataclasses.asdict(options).items():  # type: ignore[call-overload]
-            found[f"{section}.{name}"] = value
+        for spec in specs_of(type(options), section).values():
+            if spec.saved:
+                found[f"{section}.{spec.name}"] = getattr(options, spec.name)
     return json.loads(json.dumps(found))
 
 

@@ -85,6 +85,11 @@ class PathOptions(Protocol):
         """Settings of this path that replace each other, as in `validate.SHARED_ALTERNATIVES`."""
         ...
 
+    @property
+    def presets(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+        """For settings of this path: values of others that each value implies if not given."""
+        ...
+
     def check(self, config: Any) -> None:
         """Raise `ConfigError` for settings with which this path cannot run."""
         ...
@@ -579,6 +584,8 @@ def parse(
     if path is None or complaints:
         raise _all_at_once(complaints)
     _require(specs, values)
+    implied = _implied(path, values)
+    values |= {name: value for preset in implied.values() for name, value in preset.items()}
 
     name = task.task if line.config is None else Path(line.config).stem
     config = _build(task, values, path, name)
@@ -586,6 +593,7 @@ def parse(
     check_pairs(config, path.refused_pairs)
     path.check(config)
     lines = [*line.notices, *retired, *replaced.values(), *_overrides(flags, file, specs)]
+    lines += [f"{preset}: {_listed(settings)}" for preset, settings in implied.items() if settings]
     lines += notices(config, givens)
     return dataclasses.replace(
         config, notices=tuple(dict.fromkeys(lines)), from_flags=frozenset(flags)
@@ -767,6 +775,23 @@ def _require(specs: Mapping[str, FieldSpec], values: Mapping[str, object]) -> No
         names = ", ".join(spec.name for spec in missing)
         flags = ", ".join(spec.flag for spec in missing)
         raise ConfigError(f"{names}: not given; give {flags}, or the same in a --config file")
+
+
+def _implied(path: PathOptions, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the settings that each preset among `values` implies, less those among `values`."""
+    return {
+        f"{name} {show_plain(values[name])}": {
+            other: value
+            for other, value in presets.get(values[name], {}).items()
+            if other not in values
+        }
+        for name, presets in path.presets.items()
+        if name in values
+    }
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_value(value)}" for name, value in settings.items())
 
 
 def _build(task: type[Config], values: Mapping[str, Any], path: PathOptions, name: str) -> Config:

@@ -53,6 +53,7 @@ class ProductPath(GradientPath):
         self.sections = {**layout.sections, **reducer.sections}
         self.refused_pairs = (*layout.refused_pairs, *reducer.refused_pairs)
         self.alternatives = (*layout.alternatives, *reducer.alternatives)
+        self.presets = {**layout.presets, **reducer.presets}
 
     def check(self, config: Config) -> None:
         self._layout.check(config)

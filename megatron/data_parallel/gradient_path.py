@@ -131,6 +131,9 @@ class GradientPath:
     everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`."""
     alternatives: Sequence[Alternatives] = ()
     """Settings of this path that replace each other: a flag overrides the others in the file."""
+    presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = {}
+    """For settings of this path by name: values of other settings that each value implies, unless
+    a flag or the file gives them."""
 
     def check(self, config: Any) -> None:
         """Raise `ConfigError` for settings that this path does not support."""

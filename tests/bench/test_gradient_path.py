@@ -163,7 +163,7 @@ def test_unknown_methods_are_refused(name: str) -> None:
     [
         ("dense-rolling", "radius and samo.radius"),
         ("samo-0.9-rolling", "radius and samo.radius"),
-        ("radius-0.4-bf16", "compute and dense"),
+        ("topk-0.1-bf16", "compute and dense and radius"),
         ("dense-fp32", "samo and samo.radius"),
         ("radius-0.4-wire-int8", "dense and samo"),
     ],
@@ -242,6 +242,29 @@ def test_targets_are_met_and_missed() -> None:
         strict=True,
     ):
         assert said in text
+
+
+@pytest.mark.parametrize(
+    ("rate", "limits"), [("800mbit", [True]), ("200mbit", [False]), ("1gbit", [])]
+)
+def test_radius_is_held_against_dense_of_its_width(rate: str, limits: list[bool]) -> None:
+    steps = {
+        "compute": [(0.30, 0.0, 1.0)] * 3,
+        "compute-bf16": [(0.20, 0.0, 1.0)] * 3,
+        "dense": [(0.90, DENSE_BYTES, 1.0)] * 3,
+        "dense-bf16": [(0.50, DENSE_BYTES / 2, 1.0)] * 3,
+        "radius-0.4-bf16": [(0.40, SPARSE_BYTES / 2, 0.4)] * 3,
+    }
+    found = table(result("emulated", steps), Network(ranks=4, rate=rate))
+    assert [t.met for t in targets([found]) if "radius-0.4-bf16 / dense-bf16 0.800" in t.text] == (
+        limits
+    )
+    lines = as_markdown(found).splitlines()
+    assert any(
+        line.startswith("| method | step, ms | least | / dense | / dense-bf16 |") for line in lines
+    )
+    assert any(line.startswith("| dense | 900.0 | 900.0 | 1.00 | 1.80 |") for line in lines)
+    assert "/ dense-bf16" not in as_markdown(_table())
 
 
 def test_topk_is_met_at_equal_density_and_on_every_network() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.compatibility import identity
 from megatron.config import parse, resolve, to_yaml
 from megatron.config.gpt import GPTConfig
 from megatron.config.validate import alternatives_of
@@ -148,3 +149,44 @@ def test_flags_of_an_older_version_are_announced(tmp_path: Path) -> None:
     told = "\n".join(config.notices)
     assert "--radius-residual: in-place is read as separate" in told
     assert "--log-progress" in told
+
+
+PRESET = {"radius_schedule": "rolling", "radius_density": 0.35, "radius_interval": 20}
+
+
+@pytest.mark.parametrize("path", ["radius", "samo+radius"])
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        ("", "", PRESET),
+        ("", "--radius-density 0.2", PRESET | {"radius_density": 0.2}),
+        ("radius_interval: 200\n", "", PRESET | {"radius_interval": 200}),
+    ],
+)
+def test_a_preset_sets_what_is_not_given(
+    path: str, text: str, flags: str, expected: dict[str, object], tmp_path: Path
+) -> None:
+    text += "train_iters: 400\n" + ("samo_sparsity: 0.5\n" if path != "radius" else "")
+    config = read(tmp_path, text, "--grad-path", path, "--radius-preset", "best", *flags.split())
+    options = config.extensions["radius"]
+    assert {name: getattr(options, name) for name in expected} == expected
+    assert config.gradient.grad_wire == "bf16"
+    implied = [name for name in PRESET if PRESET[name] == expected[name]]
+    (line,) = [line for line in config.notices if line.startswith("radius_preset best: ")]
+    assert [part.split()[0] for part in line.split(": ")[1].split(", ")] == [*implied, "grad_wire"]
+
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    repeated = parse(["--config", str(again)], paths=GRADIENT_PATHS)
+    assert to_yaml(repeated) == to_yaml(config) and "preset" not in again.read_text()
+    assert not [line for line in repeated.notices if "preset" in line]
+    # A checkpoint compares the values that the preset stands for.
+    assert identity(config) == identity(repeated)
+
+
+def test_without_a_preset_radius_is_as_the_paper_has_it(tmp_path: Path) -> None:
+    config = read(tmp_path, "train_iters: 2000\n", "--grad-path", "radius")
+    options = config.extensions["radius"]
+    found = (options.radius_schedule, options.radius_density, options.radius_interval)
+    assert found == ("paper", 0.4, 200) and config.gradient.grad_wire is None
+    assert not [line for line in config.notices if "preset" in line]

@@ -5,8 +5,8 @@ dense, radius-D, topk-D,    our gradient paths at density D, rank R, T parts or 
 powersgd-R, roundrobin-T,   masks); `-no-overlap` after any of them, `-rolling`, `-seeded` after
 lowrank-R+sparse-D,         radius, `-wire-bf16`, `-wire-int8` and `-wire-int4` after dense and
 samo-P, samo-P+radius-D     samo, the first of them after radius too
-compute-bf16, dense-bf16    with parameters and gradients of 16 bit, as samo's are; `-fp32` after
-                            samo leaves its numbers as those of the other rows
+compute-bf16, dense-bf16,   with parameters and gradients of 16 bit, as samo's are; `-fp32` after
+radius-D-bf16               samo leaves its numbers as those of the other rows
 ddp-4mb, ddp-25mb,          torch's DistributedDataParallel: plain with such buckets, with its
 ddp-fp16, ddp-powersgd-R    fp16 hook, with its PowerSGD hook in one bucket
 """
@@ -58,6 +58,11 @@ WIRE = (
     "dense-wire-int4",
     "radius-0.4",
     "radius-0.4-wire-bf16",
+    "radius-0.4-bf16",
+    "radius-0.1-wire-bf16",
+    "topk-0.01",
+    "powersgd-4",
+    "lowrank-4+sparse-0.01",
     "ddp-25mb",
     "ddp-fp16",
 )
@@ -87,7 +92,7 @@ _GO_WITH = {
     ),
     "wire-bf16": ("dense", "radius", "samo", "samo+radius"),
     **dict.fromkeys(("wire-int8", "wire-int4"), ("dense", "samo")),
-    "bf16": (COMPUTE, "dense"),
+    "bf16": (COMPUTE, "dense", "radius"),
     "fp32": ("samo", "samo+radius"),
 }
 

@@ -44,11 +44,15 @@ def as_markdown(table: GradientPathTable) -> str:
         *([f"f, stored entries over all: {stored}."] if stored else []),
         "",
     ]
-    columns = [*COLUMNS, SAVED] if table.model else COLUMNS
+    beside = table.has("dense-bf16") and not table.model
+    columns = [*COLUMNS[:3], *(["/ dense-bf16"] if beside else []), *COLUMNS[3:]]
+    columns += [SAVED] if table.model else []
     lines += [f"| method | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     for row in table.rows:
         dense = table.ratio(row.method, "dense") if table.has("dense") else None
         cells = _cells(row, dense)
+        if beside:
+            cells.insert(3, f"{table.ratio(row.method, 'dense-bf16'):.2f}")
         if table.model:
             saved = table.saved(row.method)
             cells.append("" if saved is None else f"{saved:.1%}")

@@ -4,6 +4,7 @@
     python -m tools.bench.gradient_path.run --quick          800 Mbit/s, two ranks, two rounds
     python -m tools.bench.gradient_path.run --rates none     the loopback alone, without root
     python -m tools.bench.gradient_path.run --set samo       a pruned network's rows, half an hour
+    python -m tools.bench.gradient_path.run --set wire       values in 16, 8 and 4 bits
     python -m tools.bench.gradient_path.run --set samo-vision     those of pruned image networks
     python -m tools.bench.gradient_path.run --cost           what a sparse step costs at 124M; with
                                                              --set samo, a pruned network's

@@ -15,6 +15,8 @@ AT_EQUAL_DENSITY = (("radius-0.1", "topk-0.1"), ("radius-0.01", "topk-0.01"))
 OVER_DENSE = {"radius-0.4": 0.75, "radius-0.1": 0.72}
 OVER_DDP = {"radius-0.4": 0.83, "radius-0.1": 0.72}
 SAMO_OVER_DDP = {"samo-0.9": 0.72}
+OVER_DENSE_BF16 = {"800mbit": 0.85, "200mbit": 0.55}
+"""Limits, by the rate of a link, of a Radius step with bf16 values on four ranks."""
 LEAST_COUNTED = 1_000_000
 """Bytes of a step below which the ranks' barriers and votes are a visible part."""
 PREDICTED_WITHIN, BYTES_WITHIN, COUNTED_WITHIN = 0.10, 0.01, 0.03
@@ -42,7 +44,7 @@ def targets(tables: Sequence[GradientPathTable]) -> list[SpeedTarget]:
     found: list[SpeedTarget] = []
     for each in tables:
         found += [*_speed(each), *_bytes(each), *_stored(each), *_predictions(each)]
-        found += _of_images(each)
+        found += _of_images(each) + _of_sixteen_bits(each)
     return [*found, *_against_topk(tables)]
 
 
@@ -106,6 +108,17 @@ def _of_images(each: GradientPathTable) -> list[SpeedTarget]:
         return []
     ratio = each.ratio("samo-0.9", "dense-bf16")
     return [at_most(f"{each.title}: samo-0.9 / dense-bf16", ratio, 1.0)]
+
+
+def _of_sixteen_bits(each: GradientPathTable) -> list[SpeedTarget]:
+    """Return the target of a Radius step over a dense one if both send bf16 values."""
+    limit = OVER_DENSE_BF16.get(each.network.rate)
+    name, base = "radius-0.4-bf16", "dense-bf16"
+    if limit is None or each.network.ranks != 4 or each.protocol != EMULATED:
+        return []
+    if not each.has(name, base):
+        return []
+    return [at_most(f"{each.title}: {name} / {base}", each.ratio(name, base), limit)]
 
 
 def _miscount(row: GradientPathRow) -> float:
