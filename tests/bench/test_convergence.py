@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -249,6 +250,24 @@ def test_a_run_of_several_ranks_has_the_machine_to_itself(tmp_path: Path) -> Non
     fake = Fake()
     assert run_some(runs, tmp_path, fake) == []
     assert fake.most_ranks == 4
+
+
+def test_a_dense_run_that_forks_lack_is_of_its_own_ranks(tmp_path: Path) -> None:
+    dense = StudyRun(variant="dense", seed=1)
+    (four,) = [run for run in STUDY if run.name == "powersgd_4-seed1"]
+    assert run_some([dense], tmp_path, Fake()) == []
+    shutil.rmtree(tmp_path / "work" / "runs" / dense.name)  # the row comes from another machine
+
+    class Noting(Fake):
+        def __call__(self, flags: Sequence[str], ranks: int, console: Path) -> int:
+            code = super().__call__(flags, ranks, console)
+            pairs.append((self.started[-1], ranks))
+            return code
+
+    pairs: list[tuple[str, int]] = []
+    assert run_some([dense, four], tmp_path, Noting()) == []
+    assert pairs[-1] == (four.name, 4) and pairs[:-1]
+    assert all(pair == (dense.name, 1) for pair in pairs[:-1])
 
 
 def test_processes_tell_exit_codes_and_keep_what_was_said(tmp_path: Path) -> None:

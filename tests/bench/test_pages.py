@@ -33,6 +33,16 @@ def test_a_page_begins_with_its_question_and_what_was_found(folder: Path) -> Non
     assert "" in finding, "the finding ends within ten lines"
 
 
+@pytest.mark.parametrize(
+    "name", ["convergence", "gradient_path", "rolling", "samo_path", "time_to_loss", "wire"]
+)
+def test_savings_are_told_beside_dense_gradients_of_16_bits(name: str) -> None:
+    """A path that sends fp32 values competes with a flag that halves the bytes of dense."""
+    head = (BENCH / name / PAGE).read_text(encoding="utf-8").splitlines()[:10]
+    (row,) = [line for line in INDEX.read_text("utf-8").splitlines() if f"/{name}/" in line]
+    assert "dense bf16" in " ".join(head) and "bf16" in row
+
+
 def test_the_index_has_every_question_once() -> None:
     linked = re.findall(r"\]\(\.\./tools/bench/(\w+)/README\.md\)", INDEX.read_text("utf-8"))
     assert sorted(linked) == [folder.name for folder in QUESTIONS]

@@ -250,12 +250,13 @@ def run_one(run: StudyRun, plan: StudyPlan, *, data: Path, work: Path, runner: R
     if is_finished(folder / run.name, flags, run.ranks):
         _log(f"{run.name}: was finished before")
         return 0
-    lacking = trunk_stages(run, plan, data=data, runs_dir=folder)
-    for flags in chain(lacking, stages(run, plan, data=data, runs_dir=folder)):
-        code = runner(flags, run.ranks, work / "console" / f"{run.name}.txt")
+    lacking = [(dense_of(run), f) for f in trunk_stages(run, plan, data=data, runs_dir=folder)]
+    own = [(run, flags) for flags in stages(run, plan, data=data, runs_dir=folder)]
+    for each, flags in chain(lacking, own):
+        code = runner(flags, each.ranks, work / "console" / f"{run.name}.txt")
         if code:
             # torchrun turns every code into 1; the run folder has the original code.
-            status = read_status(folder / run.name) if run.ranks > 1 else None
+            status = read_status(folder / each.name) if each.ranks > 1 else None
             return status.exit_code or code if status is not None else code
     return 0
 
