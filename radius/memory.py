@@ -12,6 +12,7 @@ from megatron.data_parallel.bucket_plan import (
     PlannedCollective,
     RankShapes,
     StepTraffic,
+    part_payload,
     payload,
     shard_length,
 )
@@ -199,9 +200,10 @@ def with_shards(
     ]
 
     def reduced(each: PlannedCollective) -> PlannedCollective:
-        if each.bucket in sparse or rank.device != "cuda" or wire is not None:
+        if each.bucket in sparse or (rank.device != "cuda" and wire is None):
             return each
-        nbytes = grad_bytes * shards[each.bucket] * rank.ranks
+        bucket, own = rank.buckets[each.bucket], shards[each.bucket]
+        nbytes = rank.ranks * part_payload(bucket, own, grad_bytes, wire)
         return PlannedCollective("reduce-scatter", nbytes, each.bucket)
 
     return [

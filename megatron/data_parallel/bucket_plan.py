@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron.data_parallel.bucket import ALIGNMENT, STATE_BLOCK, Slice
-from megatron.data_parallel.wire_format import block_of, format_of, mean_bytes
+from megatron.data_parallel.wire_format import block_of, format_of, mean_bytes, part_bytes
 from megatron.parallel.tensor_shard import TensorShard
 
 if TYPE_CHECKING:
@@ -344,10 +344,10 @@ def mean_traffic(
             shards = inner or rank.ranks
             own = shard_length(bucket.numel, shards, alignment)
             among = partial(PlannedCollective, bucket=number, ranks=inner, inner=inner is not None)
-            # gloo has no reduce-scatter, so there the whole bucket is all-reduced.
+            # gloo has no reduce-scatter, so there a bucket without a wire is all-reduced.
             sent.append(
-                among("reduce-scatter", grad_bytes * own * shards)
-                if rank.device == "cuda" and wire is None
+                among("reduce-scatter", shards * part_payload(bucket, own, grad_bytes, wire))
+                if rank.device == "cuda" or wire is not None
                 else among("all-reduce", each(bucket.numel))
             )
             if inner is not None:
@@ -365,16 +365,20 @@ def mean_traffic(
 def plan_wire(config: Config, rank: RankShapes) -> PathBytes:
     """Return the bytes of an encoded wire: encoded values, and what the reducer keeps of rounding.
 
-    At most all buckets are on their way at a time, as sent and as received. What is kept takes two
+    At most all buckets are on their way at a time, as sent and as received, in chunks or in shards
+    (which may be longer by the padding of a block). What is kept takes two
     buffers of the bucket's length, one of which a dropped step leaves unchanged.
     """
     wire = config.gradient.grad_wire
     if wire is None or rank.ranks == 1:
         return PathBytes()
-    encoded = sum(
-        payload(bucket, bucket.numel, ranks=rank.ranks, grad_bytes=4, wire=wire)
-        for bucket in rank.buckets
-    )
+    encoded, alignment = 0, slice_alignment(config)
+    for bucket in rank.buckets:
+        shard = shard_length(bucket.numel, rank.ranks, alignment)
+        in_shards = rank.ranks * part_payload(bucket, shard, 4, wire)
+        in_chunks = payload(bucket, bucket.numel, ranks=rank.ranks, grad_bytes=4, wire=wire)
+        is_sharded = config.parallel.use_distributed_optimizer
+        encoded += max(in_chunks, in_shards) if is_sharded else in_chunks
     passing = {"encoded values": 2 * encoded}
     if not config.gradient.keeps_rounding:
         return PathBytes(passing=passing)
@@ -392,6 +396,13 @@ def payload(
     if wire is None or not entries:
         return grad_bytes * entries
     return mean_bytes(format_of(wire, matrix=bucket.kind.matrix), entries, ranks)
+
+
+def part_payload(bucket: BucketPlan, entries: int, grad_bytes: int, wire: str | None) -> int:
+    """Return the bytes of a shard of `entries` values of a bucket in a reduce-scatter."""
+    if wire is None:
+        return grad_bytes * entries
+    return part_bytes(format_of(wire, matrix=bucket.kind.matrix), entries)
 
 
 def plan_means(config: Config, rank: RankShapes) -> list[StepTraffic]:

@@ -6,15 +6,16 @@
     all-gather    every rank receives the encoded mean of every chunk, and decodes it
 
 A ring would round at each of its hops, and its ranks would round differently. A rank sends
-2 (n - 1) / n of the encoded bytes, as a ring all-reduce does of plain ones.
+2 (n - 1) / n of the encoded bytes, as a ring all-reduce does of plain ones. If optimizer states are
+sharded (ZeRO-1), chunks are the shards, rank r keeps its mean in fp32, and nothing is gathered.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from megatron.data_parallel.codecs import CODECS
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.wire import Waitable, Wire
-from megatron.data_parallel.wire_format import chunk_length, encoded_bytes, format_of
+from megatron.data_parallel.wire_format import block_of, chunk_length, format_of, part_bytes
 from megatron.parallel.groups import Group, ProcessGroups
 
 if TYPE_CHECKING:
@@ -67,17 +68,39 @@ class EncodedWire(Wire):
         matrix: bool = True,
         lost: torch.Tensor | None = None,
     ) -> tuple[Sequence[Waitable | None], int]:
-        mean = _EncodedMean(format_of(self._name, matrix=matrix), group, values, lost)
-        if not values.is_cuda:
-            arrives = mean.scatter()
-            done = self._thread.submit(mean.gather, arrives, self._returns)
-            return [_Done(done)], mean.bytes_sent
+        form = format_of(self._name, matrix=matrix)
+        mean = _EncodedMean(
+            form, group, values, lost, chunk_length(form, values.numel(), group.size)
+        )
+        returns = group if values.is_cuda else self._returns
+        return [
+            self._started(mean, partial(mean.gather, returns=returns))
+        ], 2 * mean.bytes_scattered
+
+    def mean_of_part(
+        self,
+        group: Group,
+        own: torch.Tensor,
+        whole: torch.Tensor,
+        *,
+        used: torch.Tensor,
+        matrix: bool = True,
+        lost: torch.Tensor | None = None,
+    ) -> tuple[Sequence[Waitable | None], int]:
+        form = format_of(self._name, matrix=matrix)
+        mean = _EncodedMean(form, group, used, lost, own.numel())
+        return [self._started(mean, mean.keep)], mean.bytes_scattered
+
+    def _started(self, mean: _EncodedMean, end: Callable[[Waitable | None], None]) -> Waitable:
+        """Send the chunks, and start to call `end` once they arrive."""
+        if not mean.is_cuda:
+            return _Done(self._thread.submit(end, mean.scatter()))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            mean.gather(mean.scatter(), group)
-            end = torch.cuda.Event()
-            end.record()
-        return [_Reached(end, mean)], mean.bytes_sent
+            end(mean.scatter())
+            reached = torch.cuda.Event()
+            reached.record()
+        return _Reached(reached, mean)
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -85,22 +108,32 @@ class EncodedWire(Wire):
 
 
 class _EncodedMean:
-    """One mean: its encoded chunks, of equal length but for what the last ones lack."""
+    """One mean: its encoded chunks of `chunk` values, fewer where the last ones lack some."""
 
     def __init__(
-        self, form: str, group: Group, values: torch.Tensor, lost: torch.Tensor | None
+        self,
+        form: str,
+        group: Group,
+        values: torch.Tensor,
+        lost: torch.Tensor | None,
+        chunk: int,
     ) -> None:
         self._codec = CODECS[form]
-        self._group, self._values, self._lost = group, values, lost
-        self._length = chunk_length(form, values.numel(), group.size)
-        self._row_bytes = encoded_bytes(form, self._length)
+        self._group, self._values, self._lost, self._chunk_length = group, values, lost, chunk
+        self._row_bytes = part_bytes(form, chunk)
+        padded = -(-chunk // block_of(form)) * block_of(form)
         self._mine = self._new_rows()
-        self._scratch = values.new_empty(self._length, dtype=torch.float32)
+        self._scratch = values.new_empty(padded, dtype=torch.float32)
 
     @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank sends, of both collectives together."""
-        return 2 * (self._group.size - 1) * self._row_bytes
+    def bytes_scattered(self) -> int:
+        """Bytes that this rank sends to the owners of chunks."""
+        return (self._group.size - 1) * self._row_bytes
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the values are on a GPU."""
+        return self._values.is_cuda
 
     def scatter(self) -> Waitable | None:
         """Encode the chunks of the other ranks, and start to send each to its rank."""
@@ -116,19 +149,20 @@ class _EncodedMean:
         self._received = self._new_rows()
         return self._group.all_to_all(self._received, self._mine, async_op=True)
 
+    def keep(self, arrives: Waitable | None) -> None:
+        """Wait for the chunks, and replace this rank's chunk by its mean, which is not rounded."""
+        mean, group = self._mean(arrives), self._group
+        own = self._chunk(group.rank)
+        own.copy_(mean[: own.numel()])
+        if self._lost is not None:
+            self._of(self._lost, group.rank).zero_()
+
     def gather(self, arrives: Waitable | None, returns: Group) -> None:
         """Average this rank's chunk, and gather the means of all chunks over `returns`.
 
         Waits for both collectives.
         """
-        if arrives is not None:
-            arrives.wait()
-        group, codec = self._group, self._codec
-        mean = torch.zeros(self._length, dtype=torch.float32, device=self._values.device)
-        for rank in range(group.size):
-            is_own = rank == group.rank
-            mean += self._values_of(rank) if is_own else self._decoded(self._received[rank])
-        mean.div_(group.size)
+        mean, group, codec = self._mean(arrives), self._group, self._codec
         codec.encode(mean, self._received[group.rank])
         if self._lost is not None:
             lost = self._of(self._lost, group.rank)
@@ -141,18 +175,29 @@ class _EncodedMean:
             chunk = self._chunk(rank)
             chunk.copy_(self._decoded(self._received[rank])[: chunk.numel()])
 
+    def _mean(self, arrives: Waitable | None) -> torch.Tensor:
+        """Wait for the chunks; return the mean of this rank's chunk: fp32, padded with zeros."""
+        if arrives is not None:
+            arrives.wait()
+        group = self._group
+        mean = torch.zeros_like(self._scratch)
+        for rank in range(group.size):
+            is_own = rank == group.rank
+            mean += self._values_of(rank) if is_own else self._decoded(self._received[rank])
+        return mean.div_(group.size)
+
     def _chunk(self, rank: int) -> torch.Tensor:
         return self._of(self._values, rank)
 
     def _of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        return flat[rank * self._length : (rank + 1) * self._length]
+        return flat[rank * self._chunk_length : (rank + 1) * self._chunk_length]
 
     def _values_of(self, rank: int) -> torch.Tensor:
-        """Return a chunk in fp32, with zeros up to the common length; not to be written to."""
+        """Return a chunk in fp32, with zeros up to whole blocks; not to be written to."""
         chunk = self._chunk(rank)
-        if chunk.dtype == torch.float32 and chunk.numel() == self._length:
+        if chunk.dtype == torch.float32 and chunk.numel() == self._scratch.numel():
             return chunk
-        padded = torch.zeros(self._length, dtype=torch.float32, device=chunk.device)
+        padded = torch.zeros_like(self._scratch)
         padded[: chunk.numel()] = chunk
         return padded
 

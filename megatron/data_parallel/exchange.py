@@ -175,7 +175,14 @@ class Exchange:
         return self._started(received, [pending], (self.ranks - 1) * mine.nbytes)
 
     def mean_of_part(
-        self, own: torch.Tensor, whole: torch.Tensor, *, used: torch.Tensor, divides: bool
+        self,
+        own: torch.Tensor,
+        whole: torch.Tensor,
+        *,
+        used: torch.Tensor,
+        divides: bool = True,
+        matrix: bool = True,
+        lost: torch.Tensor | None = None,
     ) -> Transfer:
         """Reduce-scatter `whole` in place, so that each rank has its part of the mean.
 
@@ -183,14 +190,17 @@ class Exchange:
             own: This rank's part, a view of `whole`; the parts of all ranks have equal length.
             whole: 1-D tensor, as long as all parts together.
             used: View of the values of `whole` that are not padding.
-            divides: If False, sum instead of average.
+            divides: If False, sum instead of average; a wire encodes means only.
+            matrix: As for `Wire.mean`.
+            lost: As for `Wire.mean`, as long as `used`.
         """
-        op = dist.ReduceOp.SUM
-        if divides and whole.dtype == torch.float32:
-            op = dist.ReduceOp.AVG
-        elif divides:
-            used.div_(self.ranks)
-        pending = self._group.reduce_scatter(own, whole, op, async_op=True)
+        if divides:
+            sent = self._wire.mean_of_part(
+                self._group, own, whole, used=used, matrix=matrix, lost=lost
+            )
+            return self._started(own, *sent)
+        assert self.is_exact, "sums are not encoded"
+        pending = self._group.reduce_scatter(own, whole, dist.ReduceOp.SUM, async_op=True)
         return self._started(own, [pending], (self.ranks - 1) * own.nbytes)
 
     def gather_in_place(self, parts: torch.Tensor) -> Transfer:

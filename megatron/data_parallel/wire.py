@@ -61,3 +61,26 @@ class Wire:
             op = dist.ReduceOp.SUM
         pending = group.all_reduce(values, op, async_op=True)
         return [pending], ring_all_reduce_bytes(values.nbytes, group.size)
+
+    def mean_of_part(
+        self,
+        group: Group,
+        own: torch.Tensor,
+        whole: torch.Tensor,
+        *,
+        used: torch.Tensor,
+        matrix: bool = True,
+        lost: torch.Tensor | None = None,
+    ) -> tuple[Sequence[Waitable | None], int]:
+        """Start to average `whole` such that each rank has its own part of the mean.
+
+        Collective over `group`; must not block. `own`, `whole` and `used` are those of
+        `Exchange.mean_of_part`, and `matrix`, `lost` (as long as `used`) and the result are those
+        of `mean`.
+        """
+        op = dist.ReduceOp.AVG
+        if whole.dtype != torch.float32:
+            used.div_(group.size)
+            op = dist.ReduceOp.SUM
+        pending = group.reduce_scatter(own, whole, op, async_op=True)
+        return [pending], (group.size - 1) * own.nbytes

@@ -30,6 +30,12 @@ def chunk_length(form: str, count: int, ranks: int) -> int:
     return max(-(-count // (ranks * block)), 1) * block
 
 
+def part_bytes(form: str, count: int) -> int:
+    """Return the bytes of `count` values that are padded to whole blocks."""
+    block = block_of(form)
+    return encoded_bytes(form, max(-(-count // block), 1) * block)
+
+
 def mean_bytes(form: str, count: int, ranks: int) -> int:
     """Return the bytes of all chunks; a mean sends 2 (n - 1) / n of them from each of n ranks."""
     return ranks * encoded_bytes(form, chunk_length(form, count, ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.all_reduce import AllReduceReducer
+from megatron.data_parallel.encoded_wire import EncodedWire
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.wire import Waitable, Wire
+from megatron.data_parallel.wire_format import part_bytes
 from megatron.parallel.groups import Group, ProcessGroups
 from tests.contract.harness import PathCase, Toy, gradients, same
 from tests.ranks import Ranks
@@ -62,3 +65,36 @@ def test_means_go_through_the_wire(ranks: Ranks, world: int) -> None:
         assert found["changed"] == (world > 1), "alone, nothing is encoded"
         assert found["coarse sent"] * 2 == found["plain sent"]
         assert (found["plain sent"] > 0) == (world > 1)
+
+
+LENGTH = 192
+"""Entries of a shard: no multiple of a block of 128."""
+
+
+def on_rank_part(groups: ProcessGroups, name: str) -> dict[str, Any]:
+    """Average to shards over an encoded wire, the last of which has padding."""
+    ranks, rank = groups.dp.size, groups.dp.rank
+    exchange = Exchange(groups.dp, EncodedWire(name, groups.second_dp))
+    storage = torch.zeros(ranks * LENGTH)
+    used = storage[: storage.numel() - 70]
+    used.copy_(torch.randn(used.numel(), generator=torch.Generator().manual_seed(rank)))
+    own = storage[rank * LENGTH : (rank + 1) * LENGTH]
+    found = {"values": used.clone(), "lost": torch.full_like(used, math.nan)}
+    exchange.mean_of_part(own, storage, used=used, lost=found["lost"]).wait()
+    return found | {"own": own.clone(), "sent": exchange.take_counters()[0]}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
+def test_an_owner_of_a_shard_keeps_its_mean_unrounded(ranks: Ranks, name: str, world: int) -> None:
+    found = ranks.run(world, on_rank_part, name)
+    means = torch.cat([each["own"] for each in found])
+    total = sum(each["values"] for each in found)
+    lost = sum(each["lost"] for each in found)
+    used = total.numel()
+    torch.testing.assert_close(world * means[:used] + lost, total, rtol=0, atol=1e-5)
+    assert not means[used:].any(), "padding"
+    assert bool(lost.any()) == (name != "fp32")
+    for rank, each in enumerate(found):
+        assert not each["lost"][rank * LENGTH : (rank + 1) * LENGTH].any()
+        assert each["sent"] == (world - 1) * part_bytes(name, LENGTH)
