@@ -55,6 +55,7 @@ PATHS = {
     "powersgd": "--grad-path powersgd --powersgd-rank 2 --powersgd-start-iter 2",
     "lowrank+sparse": "--grad-path lowrank+sparse --lowrank-rank 2 --lowrank-start-iter 2",
     "roundrobin": "--grad-path roundrobin --roundrobin-interval 4 --roundrobin-start-iter 2",
+    "diloco": "--grad-path diloco --local-steps 4",
 }
 GRIDS = {
     "1": (1, ""),
@@ -68,6 +69,11 @@ SINGLE = (
     GoldenCase(name="bf16", ranks=2, flags="--bf16"),
     GoldenCase(name="fp16", ranks=2, flags="--fp16 --initial-loss-scale 65536"),
     GoldenCase(name="ZeRO-1", ranks=2, flags="--use-distributed-optimizer"),
+    GoldenCase(
+        name="ZeRO-1, int8", ranks=2, flags="--use-distributed-optimizer --grad-wire int8"
+    ),
+    GoldenCase(name="radius best", ranks=2, flags=f"{_RADIUS} --radius-preset best"),
+    GoldenCase(name="nodes", ranks=4, flags="--dp-inner-size 2"),
     GoldenCase(name="offload", ranks=2, flags=f"{_OFFLOAD} --clip-grad 0"),
     GoldenCase(name="offload, clipped", ranks=2, flags=f"{_OFFLOAD} --clip-grad 0.5"),
     GoldenCase(name="radius seeded", ranks=2, flags=f"{_RADIUS} --radius-select seeded"),

@@ -26,6 +26,7 @@ PATHS = {
     "powersgd": "--powersgd-rank 2",
     "lowrank+sparse": "--lowrank-rank 2",
     "roundrobin": "--roundrobin-interval 3",
+    "diloco": "--local-steps 2",
 }
 FLAGS = {name: f"{TINY} --grad-path {name} {more}" for name, more in PATHS.items()}
 SAVING = f"{FLAGS['dense']} --save-interval 2"
