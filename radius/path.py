@@ -28,8 +28,8 @@ from radius.schedule import fitting_interval
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.data_parallel.exchange import Exchange
+    from megatron.data_parallel.reducer import GradientReducer
     from megatron.parallel.groups import ProcessGroups
-    from radius.reducer import RadiusReducer
 
 
 def _pair(name: str, holds: Callable[[Config], object], reason: str, instead: str) -> RefusedPair:
@@ -75,6 +75,7 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "radius_schedule rolling and radius_select update with use_distributed_optimizer",
         lambda c: (
             c.parallel.use_distributed_optimizer
+            and c.parallel.dp_inner_size == 1
             and _options(c).radius_schedule == "rolling"
             and _options(c).radius_select == "update"
         ),
@@ -194,7 +195,9 @@ class RadiusPath(GradientPath):
         infos: Sequence[ParamInfo],
         groups: ProcessGroups,
         exchange: Exchange,
-    ) -> RadiusReducer:
+    ) -> GradientReducer:
+        from megatron.data_parallel.exchange import Exchange
+        from megatron.data_parallel.node_reducer import NodeReducer
         from megatron.parallel.tensor_shard import ModelShard
         from radius.reducer import RadiusReducer, RadiusSettings
 
@@ -213,6 +216,10 @@ class RadiusPath(GradientPath):
             seed=config.training.seed,
         )
         matrices = {info.name: info.local_entries for info in infos if info.param.dim() > 1}
+        if groups.shard_copies.size > 1:
+            inner, outer = Exchange(groups.shards), Exchange(groups.shard_copies)
+            part = ModelShard(infos, groups, on_node=True)
+            return NodeReducer(inner, RadiusReducer(outer, matrices, settings, part, shards=inner))
         return RadiusReducer(
             exchange,
             matrices,
