@@ -22,7 +22,7 @@ from megatron.data_parallel.bucket_plan import (
 )
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
-from radius.memory import planned_bytes, planned_traffic, with_shards
+from radius.memory import PlannedRun, node_traffic, planned_bytes, planned_traffic, with_shards
 from radius.schedule import fitting_interval
 
 if TYPE_CHECKING:
@@ -244,34 +244,46 @@ class RadiusPath(GradientPath):
             residual=options.radius_residual,
             rolling_interval=options.radius_interval if rolling else None,
             value_bytes=BYTES[config.precision.grad_dtype],
+            shards=config.parallel.dp_inner_size,
+            alignment=slice_alignment(config),
         )
         wire = plan_wire(config, rank)
         return dataclasses.replace(found, passing={**found.passing, **wire.passing})
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
         options, total = self._options(config), config.total_iterations()
-        sharded = config.parallel.use_distributed_optimizer and rank.ranks > 1
-        found = planned_traffic(
-            rank,
+        parallel, wire = config.parallel, config.gradient.grad_wire
+        grad_bytes = BYTES[config.precision.grad_dtype]
+        param_bytes, alignment = BYTES[config.precision.param_dtype], slice_alignment(config)
+        run = PlannedRun(
             density=options.density,
             start=options.start(total),
             interval=options.radius_interval,
             rolling=options.radius_schedule == "rolling",
             steps=total,
-            value_bytes=BYTES[config.precision.grad_dtype],
-            wire=config.gradient.grad_wire,
         )
-        if not sharded:
+        if parallel.dp_inner_size > 1:
+            return node_traffic(
+                rank,
+                run,
+                selects_by_values=options.radius_select != "seeded",
+                inner=parallel.dp_inner_size,
+                grad_bytes=grad_bytes,
+                param_bytes=param_bytes,
+                alignment=alignment,
+            )
+        found = planned_traffic(rank, run, value_bytes=grad_bytes, wire=wire)
+        if not parallel.use_distributed_optimizer or rank.ranks == 1:
             return found
         return with_shards(
             found,
             rank,
             density=options.density,
             selects_by_update=options.radius_select == "update",
-            grad_bytes=BYTES[config.precision.grad_dtype],
-            param_bytes=BYTES[config.precision.param_dtype],
-            wire=config.gradient.grad_wire,
-            alignment=slice_alignment(config),
+            grad_bytes=grad_bytes,
+            param_bytes=param_bytes,
+            wire=wire,
+            alignment=alignment,
         )
 
     def _options(self, config: Config) -> RadiusConfig:
