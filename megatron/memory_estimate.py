@@ -331,7 +331,7 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
     own = grid.path.plan_bytes(config, rank)
     grad, param = BYTES[config.precision.grad_dtype], BYTES[config.precision.param_dtype]
     num_shards = config.parallel.num_shards(rank.ranks)
-    sharded = num_shards > 1
+    sharded, on_node = num_shards > 1, config.parallel.dp_inner_size > 1
     shards = [
         shard_length(bucket.numel, num_shards, slice_alignment(config)) if sharded else bucket.numel
         for bucket in rank.buckets
@@ -342,7 +342,7 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
         "parameters": param * sum(rank.params[name].numel for name in rank.params.keys() - views),
         "gradients": grad
         * sum(
-            num_shards * numel if sharded and lent else bucket.numel
+            num_shards * numel if sharded and (lent or on_node) else bucket.numel
             for bucket, numel, lent in zip(rank.buckets, shards, lends, strict=True)
         ),
     }

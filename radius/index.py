@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from radius.native_library import instruction_sets
 if TYPE_CHECKING:
     import torch
 
+    from megatron.data_parallel.bucket import Slice
     from megatron.sparse.shard import FlatShard
     from radius.bucket_index import BucketIndex
 
@@ -61,6 +62,17 @@ class IndexPart:
     def stop(self) -> int:
         """Position in the bucket after the last entry of this rank."""
         return self.start + self.length
+
+    def of_shard(self, shard: Slice) -> tuple[IndexPart, slice]:
+        """Return the part's entries in a shard of the bucket, and where they are among its entries.
+
+        `start` of the result is a position in the shard, and may be any if there are no entries.
+        """
+        first = min(max(shard.start - self.start, 0), self.length)
+        stop = min(max(shard.start + shard.numel - self.start, 0), self.length)
+        start = max(self.start + first - shard.start, 0)
+        places = self.places.local_part(first, stop)
+        return replace(self, start=start, places=places), slice(first, stop)
 
     def cut(self, number: int, parts: int, density: Fraction) -> IndexPart:
         """Return part `number` of `parts` nearly equal parts of the whole tensor.

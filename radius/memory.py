@@ -7,11 +7,13 @@ from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
+from megatron.data_parallel.bucket import ALIGNMENT
 from megatron.data_parallel.bucket_plan import (
     PathBytes,
     PlannedCollective,
     RankShapes,
     StepTraffic,
+    mean_traffic,
     part_payload,
     payload,
     shard_length,
@@ -97,23 +99,27 @@ def planned_bytes(
     residual: str,
     rolling_interval: int | None,
     value_bytes: int,
+    shards: int = 1,
+    alignment: int = ALIGNMENT,
 ) -> PathBytes:
     """Return the bytes in memory and in a checkpoint, once entries are selected.
 
     Index and residual include the alignment gaps of the buckets, unlike in `radius_bytes`, so the
-    figures are exact for tensors that this rank holds alone.
+    figures are exact for tensors that this rank holds alone. `shards`: the ranks of a node, each of
+    which has one shard of every bucket; shards begin at multiples of `alignment`.
     """
     index = waiting = values = rest = everything = 0
     bits = keeps_bits(rank.device, density)
-    for bucket in _chosen(rank, density):
+    for whole in _chosen(rank, density):
+        bucket = _shard_of(whole, shards, alignment)
         index += index_bytes(bucket.numel, bucket.chosen, bits=bits)
         waiting += 4 * bucket.numel * (residual == "separate")
         sent, each = bucket.chosen, value_bytes
         if rolling_interval is not None:
-            sent += _flushed(bucket, rolling_interval)
+            sent += _part_of(bucket, rolling_interval)
             each += 4 * (residual != "none")
         values += each * sent
-        everything += -(-bucket.entries // 8)
+        everything += -(-whole.entries // 8)
         rest += (bucket.entries - bucket.chosen) * (residual != "none")
     kept, lasting = {"index": index, "residual": waiting}, rank.device == "cpu"
     compact = {"values": values}
@@ -126,41 +132,101 @@ def planned_bytes(
     )
 
 
-def planned_traffic(
-    rank: RankShapes,
-    *,
-    density: Fraction,
-    start: int,
-    interval: int,
-    rolling: bool,
-    steps: int,
-    value_bytes: int,
-    wire: str | None = None,
-) -> list[StepTraffic]:
-    """Return the traffic of a run of `steps` steps without skipped steps.
+class PlannedRun(NamedTuple):
+    """A run of `steps` steps without skipped steps, with the settings of `RadiusSettings`."""
 
-    Steps are dense up to the first resample, and then follow the schedule.
-    """
+    density: Fraction
+    start: int
+    interval: int
+    rolling: bool
+    steps: int
+
+    def kinds_of_steps(
+        self,
+        whole: Sequence[PlannedCollective],
+        resample: Sequence[PlannedCollective],
+        sparse: Sequence[PlannedCollective],
+    ) -> list[StepTraffic]:
+        """Return the traffic of the run, given the collectives of each kind of step.
+
+        Steps are dense up to the first resample, and then follow the schedule.
+        """
+        interval, steps = self.interval, self.steps
+        first = -(-max(self.start, 1) // interval) * interval
+        if self.density >= 1 or first > steps:
+            return [StepTraffic("every step", steps, whole)]
+        resamples = 1 if self.rolling else steps // interval - first // interval + 1
+        found = [
+            StepTraffic("dense, before Radius starts", first - 1, whole),
+            StepTraffic(RESAMPLE, resamples, resample),
+            StepTraffic("sparse", steps - first + 1 - resamples, sparse),
+        ]
+        return [each for each in found if each.steps]
+
+
+def planned_traffic(
+    rank: RankShapes, run: PlannedRun, *, value_bytes: int, wire: str | None = None
+) -> list[StepTraffic]:
+    """Return the traffic of a run whose optimizer states are whole on every rank."""
     carried = partial(payload, ranks=rank.ranks, grad_bytes=value_bytes, wire=wire)
     whole = [
         PlannedCollective("all-reduce", carried(bucket, bucket.numel), number)
         for number, bucket in enumerate(rank.buckets)
     ]
-    first = -(-max(start, 1) // interval) * interval
-    if density >= 1 or first > steps:
-        return [StepTraffic("every step", steps, whole)]
-    resamples = 1 if rolling else steps // interval - first // interval + 1
     sparse = dict(enumerate(whole))
-    for bucket in _chosen(rank, density):
-        sent = bucket.chosen + (_flushed(bucket, interval) if rolling else 0)
+    for bucket in _chosen(rank, run.density):
+        sent = bucket.chosen + _flushed(bucket, run)
         nbytes = carried(rank.buckets[bucket.bucket], sent)
         sparse[bucket.bucket] = PlannedCollective("all-reduce", nbytes, bucket.bucket)
-    found = [
-        StepTraffic("dense, before Radius starts", first - 1, whole),
-        StepTraffic(RESAMPLE, resamples, whole),
-        StepTraffic("sparse", steps - first + 1 - resamples, list(sparse.values())),
+    return run.kinds_of_steps(whole, whole, list(sparse.values()))
+
+
+def node_traffic(
+    rank: RankShapes,
+    run: PlannedRun,
+    *,
+    selects_by_values: bool,
+    inner: int,
+    grad_bytes: int,
+    param_bytes: int,
+    alignment: int,
+) -> list[StepTraffic]:
+    """Return the traffic of a run in which a shard of each bucket is reduced between nodes.
+
+    Gradients are averaged within the `inner` ranks of a node, and parameters are gathered there, in
+    every step. Where entries are selected by values, of which each rank of a node has a shard,
+    these ranks sum counts.
+    """
+    (every,) = mean_traffic(
+        rank,
+        steps=run.steps,
+        grad_bytes=grad_bytes,
+        param_bytes=param_bytes,
+        sharded=True,
+        inner=inner,
+        alignment=alignment,
+    )
+    sent: dict[int, int] = {}
+    sums: list[PlannedCollective] = []
+    parts: list[PlannedCollective] = []
+    for whole in _chosen(rank, run.density):
+        shard = _shard_of(whole, inner, alignment)
+        sent[whole.bucket] = grad_bytes * (shard.chosen + _flushed(shard, run))
+        for name in rank.buckets[whole.bucket].slices if selects_by_values else ():
+            total = rank.total(name)
+            add = partial(PlannedCollective, "all-reduce", bucket=whole.bucket, ranks=inner)
+            if not run.rolling:
+                sums += [add(n, inner=True) for n in counted_bytes(total, rank.device)]
+                continue
+            part = -(-total // run.interval)
+            one = [add(n, inner=True) for n in counted_bytes(part, rank.device)]
+            parts += one
+            sums += one * run.interval
+    sparse = [
+        each if each.inner or each.bucket not in sent else each._replace(nbytes=sent[each.bucket])
+        for each in every.sent
     ]
-    return [each for each in found if each.steps]
+    return run.kinds_of_steps(every.sent, [*every.sent, *sums], [*sparse, *parts])
 
 
 def with_shards(
@@ -239,6 +305,20 @@ def _counts(rank: RankShapes, names: Sequence[str], density: Fraction) -> tuple[
     return entries, chosen
 
 
-def _flushed(bucket: SelectedCounts, interval: int) -> int:
-    """Return the mean number of entries that a rolling step sends besides the selected ones."""
+def _shard_of(bucket: SelectedCounts, shards: int, alignment: int) -> SelectedCounts:
+    """Return the counts of one of `shards` shards, over which entries are spread evenly."""
+    return SelectedCounts(
+        bucket.bucket,
+        shard_length(bucket.numel, shards, alignment),
+        -(-bucket.entries // shards),
+        -(-bucket.chosen // shards),
+    )
+
+
+def _flushed(bucket: SelectedCounts, run: PlannedRun) -> int:
+    """Return the mean number of entries that a step sends besides the selected ones."""
+    return _part_of(bucket, run.interval) if run.rolling else 0
+
+
+def _part_of(bucket: SelectedCounts, interval: int) -> int:
     return -(-(bucket.entries - bucket.chosen) // interval)

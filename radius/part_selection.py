@@ -8,14 +8,12 @@ With sharded optimizer states (ZeRO-1) each data-parallel rank has the update of
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from megatron.data_parallel.bucket import Slice
 from megatron.parallel.tensor_shard import ModelShard
 from megatron.sparse.selection import Candidates, GivenSelection, Selection, select_largest_each
 from megatron.transfer import to_device
@@ -70,13 +68,16 @@ def select_from_shards(
     """
     if not parts:
         return {}
-    kept = [_kept(part, values, own.bucket.kept) for part, values in parts]
+    where, device = own.bucket.kept, own.bucket.grad.device
+    kept: list[PartValues] = []
+    for part, values in parts:
+        here, entries = part.of_shard(where)
+        kept.append((here, values[entries]))
     largest = select_parts(kept, model, lambda counts: exchange.sum(counts).wait())
     mine = own.new_index()
     for part, _ in kept:
         if part.length:
-            mine.choose(part.start, largest[part.name])
-    where, device = own.bucket.kept, own.bucket.grad.device
+            mine.choose(where.start + part.start, largest[part.name])
     octets = torch.zeros(where.numel // 8, dtype=torch.uint8)
     packed = mine.packed(where.start, own.bucket.num_kept)
     octets[: packed.numel()] = packed
@@ -96,14 +97,6 @@ def _in_turn(
             each(counts)
 
     return sum_all if sums else None
-
-
-def _kept(part: IndexPart, values: torch.Tensor, where: Slice) -> PartValues:
-    """Return the part of a part that lies in `where`, and its values."""
-    first = min(max(where.start - part.start, 0), part.length)
-    stop = min(max(where.start + where.numel - part.start, 0), part.length)
-    places = part.places.local_part(first, stop)
-    return dataclasses.replace(part, start=part.start + first, places=places), values[first:stop]
 
 
 def _selected(octets: torch.Tensor, part: IndexPart) -> GivenSelection:

@@ -22,14 +22,14 @@ from megatron.data_parallel.bucket_plan import (
 )
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
-from radius.memory import planned_bytes, planned_traffic, with_shards
+from radius.memory import PlannedRun, node_traffic, planned_bytes, planned_traffic, with_shards
 from radius.schedule import fitting_interval
 
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.data_parallel.exchange import Exchange
+    from megatron.data_parallel.reducer import GradientReducer
     from megatron.parallel.groups import ProcessGroups
-    from radius.reducer import RadiusReducer
 
 
 def _pair(name: str, holds: Callable[[Config], object], reason: str, instead: str) -> RefusedPair:
@@ -75,6 +75,7 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "radius_schedule rolling and radius_select update with use_distributed_optimizer",
         lambda c: (
             c.parallel.use_distributed_optimizer
+            and c.parallel.dp_inner_size == 1
             and _options(c).radius_schedule == "rolling"
             and _options(c).radius_select == "update"
         ),
@@ -216,7 +217,9 @@ class RadiusPath(GradientPath):
         infos: Sequence[ParamInfo],
         groups: ProcessGroups,
         exchange: Exchange,
-    ) -> RadiusReducer:
+    ) -> GradientReducer:
+        from megatron.data_parallel.exchange import Exchange
+        from megatron.data_parallel.node_reducer import NodeReducer
         from megatron.parallel.tensor_shard import ModelShard
         from radius.reducer import RadiusReducer, RadiusSettings
 
@@ -235,6 +238,10 @@ class RadiusPath(GradientPath):
             seed=config.training.seed,
         )
         matrices = {info.name: info.local_entries for info in infos if info.param.dim() > 1}
+        if groups.shard_copies.size > 1:
+            inner, outer = Exchange(groups.shards), Exchange(groups.shard_copies)
+            part = ModelShard(infos, groups, on_node=True)
+            return NodeReducer(inner, RadiusReducer(outer, matrices, settings, part, shards=inner))
         return RadiusReducer(
             exchange,
             matrices,
@@ -259,34 +266,46 @@ class RadiusPath(GradientPath):
             residual=options.radius_residual,
             rolling_interval=options.radius_interval if rolling else None,
             value_bytes=BYTES[config.precision.grad_dtype],
+            shards=config.parallel.dp_inner_size,
+            alignment=slice_alignment(config),
         )
         wire = plan_wire(config, rank)
         return dataclasses.replace(found, passing={**found.passing, **wire.passing})
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
         options, total = self._options(config), config.total_iterations()
-        sharded = config.parallel.use_distributed_optimizer and rank.ranks > 1
-        found = planned_traffic(
-            rank,
+        parallel, wire = config.parallel, config.gradient.grad_wire
+        grad_bytes = BYTES[config.precision.grad_dtype]
+        param_bytes, alignment = BYTES[config.precision.param_dtype], slice_alignment(config)
+        run = PlannedRun(
             density=options.density,
             start=options.start(total),
             interval=options.radius_interval,
             rolling=options.radius_schedule == "rolling",
             steps=total,
-            value_bytes=BYTES[config.precision.grad_dtype],
-            wire=config.gradient.grad_wire,
         )
-        if not sharded:
+        if parallel.dp_inner_size > 1:
+            return node_traffic(
+                rank,
+                run,
+                selects_by_values=options.radius_select != "seeded",
+                inner=parallel.dp_inner_size,
+                grad_bytes=grad_bytes,
+                param_bytes=param_bytes,
+                alignment=alignment,
+            )
+        found = planned_traffic(rank, run, value_bytes=grad_bytes, wire=wire)
+        if not parallel.use_distributed_optimizer or rank.ranks == 1:
             return found
         return with_shards(
             found,
             rank,
             density=options.density,
             selects_by_update=options.radius_select == "update",
-            grad_bytes=BYTES[config.precision.grad_dtype],
-            param_bytes=BYTES[config.precision.param_dtype],
-            wire=config.gradient.grad_wire,
-            alignment=slice_alignment(config),
+            grad_bytes=grad_bytes,
+            param_bytes=param_bytes,
+            wire=wire,
+            alignment=alignment,
         )
 
     def _options(self, config: Config) -> RadiusConfig:

@@ -33,7 +33,7 @@ from megatron.sparse.shard import FlatShard
 from radius.agreement import IndexChoice, hash_of
 from radius.bucket import Phase, RadiusBucket
 from radius.index import IndexPart, keeps_bits, num_selected
-from radius.part_selection import select_from_shards, select_parts
+from radius.part_selection import SumCounts, select_from_shards, select_parts
 from radius.places import find_places
 from radius.residual import RESIDUALS, Residual
 from radius.schedule import RadiusSettings, why_no_resample
@@ -78,6 +78,8 @@ class RadiusReducer(GradientReducer):
         model_shard: This rank's part of the model; None for a whole model.
         sharded: Whether data-parallel ranks shard the optimizer states (ZeRO-1). Index and residual
             are of the whole bucket all the same, since each rank has a gradient of its own.
+        shards: Collectives over the ranks that have the other shards of this rank's buckets, if
+            these are from `GradBucket.own_shard`; None for whole buckets.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class RadiusReducer(GradientReducer):
         settings: RadiusSettings,
         model_shard: ModelShard | None = None,
         sharded: bool = False,
+        shards: Exchange | None = None,
     ) -> None:
         super().__init__(exchange)
         assert not (sharded and settings.schedule == "rolling" and settings.select == "update"), (
@@ -95,6 +98,7 @@ class RadiusReducer(GradientReducer):
         self.settings = settings
         self.model_shard = model_shard or ModelShard()
         self._entries = entries if settings.density < 1 else {}
+        self._shards = shards
         self._whole = (ReduceScatterReducer if sharded else AllReduceReducer)(exchange)
         self._own: list[RadiusBucket] = []
         self._step = StepContext(t=0)
@@ -106,7 +110,7 @@ class RadiusReducer(GradientReducer):
         stored = {
             name: min(where.numel, self._entries[name])
             for bucket in buckets
-            for name, where in bucket.slices.items()
+            for name, where in (bucket.whole or bucket).slices.items()
             if name in self._entries
         }
         places = find_places(self.model_shard, stored, layout) if buckets else {}
@@ -115,7 +119,7 @@ class RadiusReducer(GradientReducer):
         if isinstance(self._whole, ReduceScatterReducer):
             for own in self._own:
                 # The next residual is in the gradient's memory, or the update to select by.
-                self._whole.shard(own.bucket, lends_grad=not own.parts)
+                self._whole.shard(own.bucket, lends_grad=self.lends_grad(own.bucket))
         if buckets:
             self._stats.attached()
 
@@ -138,9 +142,11 @@ class RadiusReducer(GradientReducer):
         density = self.settings.density
         parts = [
             IndexPart(name, where.start, places[name], num_selected(density, places[name].total))
-            for name, where in bucket.slices.items()
+            for name, where in (bucket.whole or bucket).slices.items()
             if name in places
         ]
+        if bucket.whole is not None:
+            parts = [part.of_shard(bucket.whole.kept)[0] for part in parts]
         kind = RESIDUALS[self.settings.residual] if parts else Residual
         return RadiusBucket(bucket, parts, kind(bucket), bits)
 
@@ -209,6 +215,9 @@ class RadiusReducer(GradientReducer):
         """
         steps, interval = self._step.t - since, self.settings.interval
         return steps if steps > 0 else interval
+
+    def lends_grad(self, bucket: GradBucket) -> bool:
+        return not any(name in self._entries for name in bucket.slices)
 
     def wants_update(self, step: StepContext) -> bool:
         selects = bool(self._entries) and self.settings.select == "update"
@@ -315,8 +324,13 @@ class RadiusReducer(GradientReducer):
         """Return the selection of the largest values of each part, by the part's name."""
         # Every rank has the whole mean gradient, but only the update of its shard.
         if own.bucket.shard is None or self.settings.select == "gradient":
-            return select_parts(parts, self.model_shard)
+            return select_parts(parts, self.model_shard, self._sum_shards)
         return select_from_shards(parts, own, self.model_shard, self.exchange)
+
+    @property
+    def _sum_shards(self) -> SumCounts | None:
+        shards = self._shards
+        return None if shards is None else lambda counts: shards.sum(counts).wait()
 
     def _compare_choices(self) -> None:
         """Raise `PeerError` if data-parallel ranks have selected different entries.

@@ -67,7 +67,8 @@ class SeparateResidual(Residual):
 
     The sum of residual and gradient is computed in the gradient's memory while the selected entries
     travel. When the step is applied, the two buffers are exchanged, so a dropped step leaves the
-    residual unchanged. 16-bit gradients cannot be exchanged and are added to the buffer instead.
+    residual unchanged. Gradients in 16 bit, or in a part of a larger bucket's memory, cannot be
+    exchanged and are added to the buffer instead.
     Selected entries are added, too, since a plain sum of two vectors is faster; they are cleared
     before the residual is next sent, while the index is still the same.
     """
@@ -75,7 +76,7 @@ class SeparateResidual(Residual):
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
         self._waits = False
-        self._trades = bucket.grad.dtype == torch.float32
+        self._trades = bucket.grad.dtype == torch.float32 and bucket.whole is None
         self._made: torch.Tensor | None = None
 
     @property

@@ -210,13 +210,16 @@ class RunStateDict:
                 yield from part.make()
         if self.optimizer.is_sharded and self.groups.shard_copies.rank == 0:
             yield from self._kept(pruned, moments)
+            yield from self._kept_entries(pruned)
         for shard in self._of_replica(pruned, moments):
             yield of_rank(shard, data_parallel_rank=dp.rank, data_parallel_size=dp.size)
-        shared = dict(self.engine.shared_tensors())
+        shared, copies = dict(self.engine.shared_tensors()), self.groups.copies
         for name, state in self.engine.reducer.state_tensors():
             if self.engine.model_shard.owns(self.engine.infos[name]):
                 for shard in self._own_shards(state, shared, pruned):
-                    yield of_rank(shard, data_parallel_rank=dp.rank, data_parallel_size=dp.size)
+                    yield of_rank(
+                        shard, data_parallel_rank=copies.rank, data_parallel_size=copies.size
+                    )
 
     def _shared(self, pruned: set[str], moments: bool) -> Iterator[_RankPart]:
         """Yield state that is equal on all data-parallel ranks and that this rank's group writes.
@@ -243,6 +246,8 @@ class RunStateDict:
         for name, state in self.engine.shared_tensors():
             if not isinstance(state, PerEntryState):
                 plain[f"{PATH}{name}"] = state
+            elif state.sharded:
+                continue
             elif self.engine.model_shard.owns(info := self.engine.infos[state.param]):
                 make = partial(_entry_shards, self._held(info, pruned), name, state)
                 yield _RankPart(f"{ENTRIES}{name}", info.local_entries, make)
@@ -284,12 +289,59 @@ class RunStateDict:
                 yield from self._scale_shards(info, kind, state.scales)
             mask = f"{MASK}{name}" if name in pruned else None
             for file, flat in _per_entry(kind, name, state):
-                if not self.engine.layout.numel(name, info.param) and self.groups.dp.rank == 0:
-                    # Nothing is stored here, but the tensor must appear in the checkpoint.
+                if not self._stores_some(info) and self.groups.dp.rank == 0:
                     yield from _shards(self._held(info, pruned), file, flat)
                 for part in pieces(self.engine, name, flat):
                     box = tuple(info.logical_shape), part.start, part.stop
                     yield LocalShard(file, part.values, *box, part.flat, mask)
+
+    def _kept_entries(self, pruned: set[str]) -> Iterator[LocalShard]:
+        """Yield this rank's shards of the path's state that data-parallel ranks share out."""
+        for name, state in self.engine.shared_tensors():
+            if not (isinstance(state, PerEntryState) and state.sharded):
+                continue
+            info = self.engine.infos[state.param]
+            if not self.engine.model_shard.owns(info):
+                continue
+            held, file = self._held(info, pruned), f"{ENTRIES}{name}"
+            if self._stores_some(info):
+                yield from self._pieces(held, file, state.values())
+            elif self.groups.shards.rank == 0:
+                yield from _entry_shards(held, name, state)
+
+    def _stores_some(self, info: ParamInfo) -> bool:
+        """Return whether any entry is stored of this tensor-parallel rank's part.
+
+        A tensor that must appear in the checkpoint is otherwise written by one rank, without any.
+        """
+        return self.engine.layout.numel(info.name, info.param) > 0
+
+    def _pieces(
+        self, held: LocalParameter, file: str, values: torch.Tensor
+    ) -> Iterator[LocalShard]:
+        """Yield the shards of per-entry state of the entries that this rank keeps, `values`.
+
+        As in `_entry_shards`, bool state is saved whole, True where not stored.
+        """
+        name, is_whole = held.info.name, not held.pruned or values.dtype == torch.bool
+        for part in pieces(self.engine, name, values):
+            box = tuple(held.info.logical_shape), part.start, part.stop
+            entries = part.values
+            if held.pruned and is_whole:
+                stored = held.exists[part.local]
+                entries = torch.ones_like(stored).masked_scatter_(stored, entries.cpu())
+            mask = None if is_whole else f"{MASK}{name}"
+            yield LocalShard(file, entries, *box, part.flat, mask)
+
+    def _own_pieces(
+        self, held: LocalParameter, file: str, values: torch.Tensor, mask: str, masked: torch.Tensor
+    ) -> Iterator[LocalShard]:
+        """Yield the shards of the entries that this rank keeps at which `masked` is False."""
+        both = (pieces(self.engine, held.info.name, each) for each in (values, masked))
+        for part, left_out in zip(*both, strict=True):
+            box = tuple(held.info.logical_shape), part.start, part.stop
+            entries = part.values[~left_out.values.to(values.device)]
+            yield LocalShard(file, entries, *box, part.flat, mask, mask_value=False)
 
     def _scale_shards(
         self, info: ParamInfo, kind: str, scales: torch.Tensor
@@ -304,14 +356,19 @@ class RunStateDict:
         pruned: set[str],
     ) -> Iterator[LocalShard]:
         held = self._held(self.engine.infos[state.param], pruned)
-        file = f"{RESIDUAL}{state.param}"
+        file, values = f"{RESIDUAL}{state.param}", state.values()
+        in_pieces = state.sharded and self._stores_some(held.info)
+        if state.sharded and not in_pieces and self.groups.shards.rank:
+            return iter(())
         if not state.unless:
-            return _shards(held, file, state.values())
-        excluding = shared[state.unless]
+            shards = self._pieces if in_pieces else _shards
+            return shards(held, file, values)
+        excluding, name = shared[state.unless], f"{ENTRIES}{state.unless}"
         assert isinstance(excluding, PerEntryState)
         left_out = excluding.values()
-        values = state.values()
-        mask = FileMask(f"{ENTRIES}{state.unless}", False, ~held.spread(left_out, True))
+        if in_pieces:
+            return self._own_pieces(held, file, values, name, left_out)
+        mask = FileMask(name, False, ~held.spread(left_out, True))
         return held.shards(file, values[~left_out.to(values.device)], mask)
 
     def _held(self, info: ParamInfo, pruned: set[str]) -> LocalParameter:
@@ -447,13 +504,15 @@ class RunStateDict:
             )
         shared = {name.removeprefix(PATH): partial(saved.read, name) for name in saved.names(PATH)}
         own: dict[str, Callable[[], torch.Tensor]] = {}
-        dp = self.groups.dp
+        copies = self.groups.copies
         for name in saved.names(ENTRIES):
             if (held := self._part_of(name)) is not None:
                 shared[name.removeprefix(ENTRIES)] = partial(_read, held, saved, name)
         for name in saved.names(RESIDUAL):
             if (held := self._part_of(name)) is not None:
-                own[held.info.name] = partial(_read_own, held, saved, name, dp.rank, dp.size)
+                own[held.info.name] = partial(
+                    _read_own, held, saved, name, copies.rank, copies.size
+                )
         self.engine.load_state_tensors(_Reading(own), _Reading(shared))
 
     def _part_of(self, name: str) -> LocalParameter | None:

@@ -366,10 +366,13 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "give --grad-path dense, samo, radius or samo+radius, or drop --use-distributed-optimizer",
     ),
     refused_pair(
-        "dp_inner_size above 1 with a grad_path other than dense and samo",
-        lambda c: c.parallel.dp_inner_size > 1 and c.gradient.grad_path not in ("dense", "samo"),
+        "dp_inner_size above 1 with a grad_path other than dense, samo and radius",
+        lambda c: (
+            c.parallel.dp_inner_size > 1
+            and not {"dense", "samo", "radius"}.issuperset(c.gradient.grad_path.split("+"))
+        ),
         "it reduces whole buckets, not shards of them",
-        "give --grad-path dense or samo, or drop --dp-inner-size",
+        "give --grad-path dense, samo, radius or samo+radius, or drop --dp-inner-size",
     ),
     refused_pair(
         "dp_inner_size above 1 with grad_wire",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -123,9 +123,10 @@ class GradBucket:
     replace `grad` when it commits a step. `tp_sharded`: the parameters are sharded over the
     tensor-parallel group; `partial`: their gradients must be summed over that group; `matrix`: the
     parameters have several axes. If optimizer states are sharded, `shard` is this rank's shard.
-    `storage` then begins with `grad`, is as long as all shards, and receives the updated values of
-    all shards; None: `grad` is needed after the update, so values are received in other memory.
-    Slices and shards begin at multiples of `alignment`.
+    `storage` then begins with `grad` and is as long as all shards, if the reducer needs that or
+    `lends_grad`: updated values of all shards overwrite `storage`. Otherwise `grad` is needed after
+    the update, and values are received in other memory. Slices and shards begin at multiples of
+    `alignment`. `whole`: this bucket is this rank's shard of that one (`own_shard`).
     """
 
     index: int
@@ -138,7 +139,9 @@ class GradBucket:
     matrix: bool = True
     shard: BucketShard | None = None
     storage: torch.Tensor | None = None
+    lends_grad: bool = False
     alignment: int = ALIGNMENT
+    whole: GradBucket | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,11 +152,6 @@ class GradBucket:
     def numel(self) -> int:
         """Length of the flat bucket, including alignment gaps."""
         return self.grad.numel()
-
-    @property
-    def lends_grad(self) -> bool:
-        """True if updated values overwrite `grad`."""
-        return self.storage is not None
 
     @property
     def kept(self) -> Slice:
@@ -171,6 +169,30 @@ class GradBucket:
         first = min(max(self.kept.start - where.start, 0), where.numel)
         past = min(max(self.kept.start + self.kept.numel - where.start, 0), where.numel)
         return Slice(first, past - first)
+
+    def own_shard(self) -> GradBucket:
+        """Return this rank's shard as a bucket whose gradient is a view of `storage`.
+
+        Every parameter has a slice, which is empty if the shard has none of its entries. Padding at
+        the end belongs to the gradient, so the shards of all ranks have equal length.
+        """
+        assert self.shard is not None and self.storage is not None
+        own = self.shard.where
+        kept = {name: self.kept_of(name) for name in self.slices}
+        slices = {
+            # An empty slice may start anywhere.
+            name: Slice(max(self.slices[name].start + each.start - own.start, 0), each.numel)
+            for name, each in kept.items()
+        }
+        return replace(
+            self,
+            slices=slices,
+            grad=own.of(self.storage),
+            shard=None,
+            storage=None,
+            lends_grad=False,
+            whole=self,
+        )
 
     def zero_gaps(self) -> None:
         """Zero the gaps between and after the slices, which another use of the memory overwrote."""

@@ -33,7 +33,8 @@ def mean_reducer(
     """
     divides = not sums_gradients(config)
     if groups.shard_copies.size > 1:
-        return NodeReducer(Exchange(groups.shards), Exchange(groups.shard_copies), divides)
+        between = AllReduceReducer(Exchange(groups.shard_copies), divides)
+        return NodeReducer(Exchange(groups.shards), between, divides)
     feedback = entries_on_rank(infos) if config.gradient.keeps_rounding else None
     if config.parallel.use_distributed_optimizer and exchange.ranks > 1:
         return ReduceScatterReducer(exchange, divides, feedback=feedback)

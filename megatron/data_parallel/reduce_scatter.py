@@ -103,6 +103,7 @@ class ReduceScatterReducer(AllReduceReducer):
         length = shard_length(bucket.numel, ranks, bucket.alignment)
         own = Slice(self.exchange.rank * length, length)
         bucket.shard = BucketShard(where=own, length=ranks * length, exchange=self)
+        bucket.lends_grad = lends_grad
         if lends_grad:
             bucket.storage = bucket.grad.new_zeros(ranks * length)
             # The length must not change: it determines the order of a ring's additions.

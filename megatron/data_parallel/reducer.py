@@ -105,7 +105,7 @@ class ReducedGrad:
 
     Attributes:
         values: 1-D, multiplied by the loss scale.
-        index: Positions of the values in the bucket; None for all positions.
+        index: Positions of the values in the bucket, or in `part`; None for all positions.
         unselected: Gradient outside `index`: zero ("zero"), or none, so that moments stay and
             weights only decay ("frozen").
         steps_accumulated: Number of steps that each value sums (fp32, 1-D); None for one step.
@@ -174,12 +174,15 @@ class PerEntryState:
     It is saved as a logical tensor, which any grid can load. `values()` returns a 1-D tensor of
     this rank's stored entries in order, without vocabulary padding; it may be a view that is valid
     until the next step. `unless` names a bool state of the same parameter, equal on all
-    data-parallel ranks; entries where that state is True are not saved and load as 0.
+    data-parallel ranks; entries where that state is True are not saved and load as 0. `sharded`:
+    `values()` returns only the entries of `GradBucket.kept_of`, and the ranks with the other shards
+    have the others; all entries are loaded.
     """
 
     param: str
     values: Callable[[], torch.Tensor]
     unless: str = ""
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,10 @@ class GradientReducer:
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         """Start to average `bucket.grad`; must not wait for any collective."""
         raise NotImplementedError
+
+    def lends_grad(self, bucket: GradBucket) -> bool:
+        """Return whether updated values may overwrite the gradients of a bucket before `commit`."""
+        return True
 
     def wants_update(self, step: StepContext) -> bool:
         """Return whether `commit` needs the optimizer's corrected update at this step."""

@@ -385,11 +385,11 @@ class BucketOptimizer:
         if not state.is_fp32:
             self._update_coded(bucket, reduced, factor, hyper, out)
             return
-        if reduced.index is not None and out is not None:
+        if reduced.index is not None and reduced.part is None and out is not None:
             self._update_sparse_shard(bucket, reduced.index, reduced, factor, hyper, out)
             return
         if reduced.index is not None:
-            self._update_sparse(bucket, reduced.index, reduced, factor, hyper)
+            self._update_sparse(bucket, reduced.index, reduced, factor, hyper, out)
             return
         mean = bucket.kept.of(reduced.values) if reduced.part is None else reduced.values
         waiting = list(bucket.slices.items())
@@ -417,7 +417,9 @@ class BucketOptimizer:
         reduced: ReducedGrad,
         factor: float,
         hyper: Hyper,
+        out: torch.Tensor | None,
     ) -> None:
+        """Update all states of a bucket that this rank has, by an index of the same positions."""
         state = self.states[bucket.index]
         runs = index.runs if self.engine.wants_update else ()
         # The index updates all runs at once, so old weights are copied first if the update needs
@@ -438,6 +440,9 @@ class BucketOptimizer:
                 mine = [moment[cut] for moment in moments]
                 counts = None if waited is None else waited[cut]
                 values[cut].copy_(self.rule.direction(weight[cut], mine, hyper, counts))
+        if out is not None:
+            out.copy_(state.master)
+            return
         for name, where in bucket.slices.items():
             self._bring_up(name, where.of(state.master))
 
@@ -454,7 +459,7 @@ class BucketOptimizer:
         hyper: Hyper,
         out: torch.Tensor,
     ) -> None:
-        """Update this rank's shard of a bucket whose gradient was sent in part."""
+        """Update this rank's shard of a bucket by an index of the whole bucket."""
         assert not index.runs or not self._keeps_update(bucket), "runs are updated by bucket"
         sparse, state = SparseGrad(index, reduced, factor), self.states[bucket.index]
         first, length = bucket.kept.start, bucket.num_kept
@@ -476,7 +481,8 @@ class BucketOptimizer:
         """Update a bucket whose states are not all fp32."""
         state, index = self.states[bucket.index], reduced.index
         mean = bucket.kept.of(reduced.values) if reduced.part is None else reduced.values
-        keep, first = self._keeps_update(bucket), bucket.kept.start
+        keep = self._keeps_update(bucket)
+        first = bucket.kept.start if reduced.part is None else 0
         sparse = None if index is None else SparseGrad(index, reduced, factor)
         for name, cut in self._coded_cuts(bucket, bucket.num_kept):
             held = state.cut(cut.start, cut.stop)

@@ -41,8 +41,9 @@ class ShardUpdates:
         """Return the tensor to which the values of this rank's shard must be written."""
         assert bucket.shard is not None
         dtype = self._engine.infos[bucket.names[0]].param.dtype
-        if bucket.storage is not None and dtype.itemsize <= bucket.storage.element_size():
-            parts = bucket.storage.view(dtype)[: bucket.shard.length]
+        storage = bucket.storage if bucket.lends_grad else None
+        if storage is not None and dtype.itemsize <= storage.element_size():
+            parts = storage.view(dtype)[: bucket.shard.length]
         else:
             parts = bucket.grad.new_zeros(bucket.shard.length, dtype=dtype)
         self._open = bucket, parts
@@ -161,13 +162,15 @@ class StateSlice:
     """A rank's part of a state in a checkpoint.
 
     `values` (1-D) are the stored ones among entries `[flat[0], flat[1])`, or all for None, of the
-    flattened box `[start, stop)` of the logical tensor.
+    flattened box `[start, stop)` of the logical tensor. These are entries `local` of the flattened
+    part of this tensor-parallel rank.
     """
 
     start: Corner
     stop: Corner
     flat: tuple[int, int] | None
     values: torch.Tensor
+    local: slice
 
 
 def pieces(engine: GradientEngine, name: str, flat: torch.Tensor) -> Iterator[StateSlice]:
@@ -191,7 +194,7 @@ def pieces(engine: GradientEngine, name: str, flat: torch.Tensor) -> Iterator[St
             part = (
                 None if (low_here, high_here) == (low, high) else (low_here - low, high_here - low)
             )
-            yield StateSlice(start, stop, part, flat[begin:end])
+            yield StateSlice(start, stop, part, flat[begin:end], slice(low_here, high_here))
 
 
 def _ranges(info: ParamInfo) -> Iterator[tuple[tuple[Corner, Corner], tuple[int, int]]]:

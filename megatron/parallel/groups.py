@@ -321,6 +321,15 @@ class ProcessGroups:
         return self.outer or ALONE
 
     @property
+    def copies(self) -> Group:
+        """The data-parallel ranks of which each has a gradient of its own to reduce.
+
+        They are all data-parallel ranks, or one of each node, which reduces a shard of the gradient
+        of the node.
+        """
+        return self.outer or self.dp
+
+    @property
     def _all(self) -> Iterator[Group]:
         yield from (self.world, self.tp, self.dp, self.pp, self.embedding)
         yield from (each for each in (self.inner, self.outer) if each is not None)

@@ -130,12 +130,18 @@ class ModelShard:
     Args:
         infos: Parameters of this rank.
         groups: Process groups of this rank; None if the rank holds the whole model.
+        on_node: Whether the data-parallel ranks of a node (`ProcessGroups.inner`) have shards of
+            the part, so that a copy of the model is on a node and not on each of its ranks.
     """
 
     def __init__(
-        self, infos: Iterable[NamedParameter] = (), groups: ProcessGroups | None = None
+        self,
+        infos: Iterable[NamedParameter] = (),
+        groups: ProcessGroups | None = None,
+        *,
+        on_node: bool = False,
     ) -> None:
-        self._groups = groups
+        self._groups, self._on_node = groups, on_node
         self._by_name = {info.name: info for info in infos}
 
     @property
@@ -175,7 +181,11 @@ class ModelShard:
 
     def sum_over_model(self, counts: torch.Tensor) -> torch.Tensor:
         """Sum `counts` in place over the ranks of a model copy. Collective over these ranks."""
-        return counts if self._groups is None else self._groups.sum_over_model(counts)
+        if self._groups is None:
+            return counts
+        if self._on_node:
+            _sum(self._groups.shards, counts)
+        return self._groups.sum_over_model(counts)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Sum each number over the ranks of a model copy. Collective over these ranks."""

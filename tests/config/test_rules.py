@@ -218,7 +218,7 @@ PAIRS = {
     "use_distributed_optimizer with a grad_path other than dense, samo and radius": (
         *("--use-distributed-optimizer", "--grad-path", "sparse"),
     ),
-    "dp_inner_size above 1 with a grad_path other than dense and samo": (
+    "dp_inner_size above 1 with a grad_path other than dense, samo and radius": (
         *("--dp-inner-size", "2", "--grad-path", "sparse"),
     ),
     "dp_inner_size above 1 with grad_wire": ("--dp-inner-size", "2", "--grad-wire", "bf16"),

@@ -90,6 +90,10 @@ PATHS = [
     PathCase("dense", wire="int8", lossless=False, linear=False, sharded=True),
     PathCase("dense", sharded=True, inner=2),
     PathCase("samo", RANDOM | DSR, sharded=True, inner=2),
+    PathCase("radius", SHORT, lossless=False, sharded=True, inner=2),
+    PathCase("radius", SHORT | FEW, lossless=False, sharded=True, inner=2),
+    PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False, inner=2),
+    PathCase("samo+radius", RANDOM | SHORT, lossless=False, sharded=True, inner=2),
     PathCase("radius", SHORT, lossless=False),
     PathCase("radius", SHORT | {"radius_select": "seeded"}, lossless=False),
     PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False),
@@ -247,15 +251,18 @@ class Toy:
         for info, bucket, where in self.engine.slices():
             reduced = step.reduced[bucket.index]
             dense = reduced.values
-            if reduced.part is not None and bucket.shard is not None:
-                dense = torch.zeros(bucket.numel)
-                reduced.part.of(dense).copy_(reduced.values)
-                bucket.shard.exchange.fill(dense)
             if reduced.index is not None:
+                # A shard includes padding.
+                length = bucket.numel if reduced.part is None else reduced.part.numel
                 positions = torch.empty(reduced.index.numel, dtype=torch.int64)
-                reduced.index.gather(torch.arange(bucket.numel), positions)
-                dense = torch.zeros(bucket.numel, dtype=dense.dtype)
+                reduced.index.gather(torch.arange(length), positions)
+                dense = torch.zeros(length, dtype=dense.dtype)
                 dense.index_copy_(0, positions, reduced.values)
+            if reduced.part is not None and bucket.shard is not None:
+                whole = torch.zeros(bucket.shard.length)
+                reduced.part.of(whole)[: dense.numel()] = dense
+                bucket.shard.exchange.fill(whole)
+                dense = whole
             found[info.name] = self.whole(info.name, where.of(dense).float())
         return found
 
@@ -286,11 +293,27 @@ class Toy:
 
     def own(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's reducer state, as a checkpoint restores it."""
-        return copies(self.engine.reducer.state_tensors())
+        return self._copies(self.engine.reducer.state_tensors())
 
     def shared(self) -> dict[str, torch.Tensor]:
         """Return copies of the state shared by data-parallel ranks, as a checkpoint restores it."""
-        return copies(self.engine.shared_tensors())
+        return self._copies(self.engine.shared_tensors())
+
+    def _copies(
+        self, states: Iterable[tuple[str, torch.Tensor | PerEntryState]]
+    ) -> dict[str, torch.Tensor]:
+        states = list(states)
+        found = copies(states)
+        for name, state in states:
+            if isinstance(state, PerEntryState) and state.sharded:
+                bucket, where = self.engine.place(state.param)
+                assert bucket.shard is not None
+                entries = min(where.numel, self.engine.infos[state.param].local_entries)
+                whole = torch.zeros(entries)
+                bucket.kept_of(state.param).of(whole).copy_(found[name])
+                bucket.shard.exchange.fill(whole)
+                found[name] = whole.to(found[name].dtype)
+        return found
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything that a skipped step must not change, with whole optimizer states."""

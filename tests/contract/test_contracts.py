@@ -255,7 +255,7 @@ def test_4_each_bucket_is_committed_or_aborted_once_a_step(
     for found in ranks.run(world, on_rank_counts, case):
         assert found["committed"] == found["order"] * 2 and found["aborted"] == found["order"]
         sent, stored = found["sent"]
-        if case.sharded:
+        if case.sharded or case.inner > 1:
             continue  # A separate test covers what this path sends.
         dense = 3 * 2 * (world - 1) * stored // world
         if case.name == "dense" or case.options.items() == RANDOM.items():

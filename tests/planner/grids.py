@@ -10,6 +10,7 @@ import torch
 
 from megatron.config import GPTConfig, parse, resolve
 from megatron.data_parallel.bucket_plan import bucket_elements
+from megatron.data_parallel.node_reducer import NodeReducer
 from megatron.data_parallel.outer_step import LocalReducer
 from megatron.memory_estimate import RankGrid
 from megatron.optimizer.cpu_offload import OffloadedOptimizer
@@ -138,6 +139,8 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
         found["offload buckets"] = found.pop("master") + found.pop("moments")
         assert found["offload buckets"] + found["scratch"] == optimizer.device_bytes
     index = layout.nbytes if isinstance(layout, CompressedLayout) else 0
+    if isinstance(reducer, NodeReducer):
+        reducer = reducer.between
     if isinstance(reducer, RadiusReducer):
         own = [each for each in reducer._own if each.index is not None]
         waits = [each.residual.pending for each in own]
@@ -172,5 +175,7 @@ def stored_entries(trainer: Trainer) -> dict[str, int]:
 def chosen_entries(trainer: Trainer) -> int:
     """Return the entries that Radius has selected on this rank."""
     reducer = trainer.engine.reducer
+    if isinstance(reducer, NodeReducer):
+        reducer = reducer.between
     own = reducer._own if isinstance(reducer, RadiusReducer) else []
     return sum(each.index.numel for each in own if each.index is not None)

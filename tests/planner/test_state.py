@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -58,6 +59,11 @@ CASES = {
     "radius": (4, f"--grad-path radius {RADIUS} --bf16 {PP}"),
     "radius zero": (2, f"--grad-path radius {RADIUS} --bf16 --use-distributed-optimizer"),
     "both zero": (2, f"{SAMO} --grad-path samo+radius {RADIUS} --use-distributed-optimizer"),
+    "radius nodes": (4, f"--grad-path radius {RADIUS} --bf16 --dp-inner-size 2"),
+    "rolling nodes": (4, f"--grad-path radius {RADIUS} --radius-schedule rolling "
+                      "--dp-inner-size 2"),
+    "both nodes": (4, f"{SAMO} --grad-path samo+radius {RADIUS} --dp-inner-size 2 "
+                   "--radius-select seeded"),
     "radius cut": (4, f"--grad-path radius {RADIUS} --bf16 {TP}"),
     "rolling": (4, f"--grad-path radius {RADIUS} --radius-schedule rolling {PP}"),
     "topk": (4, f"--grad-path topk --topk-density 0.1 --bf16 {TP} --topk-start-iter 3"),
@@ -70,11 +76,22 @@ CASES = {
     "lowrank": (4, f"--grad-path lowrank+sparse --lowrank-rank 2 {PP} --lowrank-start-iter 2"),
     "lowrank cut": (4, f"--grad-path lowrank+sparse --bf16 --grad-reduce-in-bf16 {TP}"),
 }  # fmt: skip
+IN_SHARDS = ("radius nodes", "rolling nodes", "both nodes")
+"""Cases in which ranks of a node select from shards of a bucket."""
 QUESTIONS = 128
 """Bytes at most by which a path's questions to the other ranks of its model go beyond the plan."""
 SITES = Path(__file__).resolve().parents[2] / "scripts" / "site"
 SMALL = 64
 """Bytes of a path's few plain numbers."""
+
+
+class Spread(NamedTuple):
+    """Bytes of one rank, as planned or as found: values and index held, and sent in each step."""
+
+    side: str
+    values: int
+    index: int
+    sent: Sequence[int]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,6 +102,7 @@ def test_state_and_bytes_sent_are_planned_to_the_byte(
     flags = f"{MODEL} --train-iters 5 {flags}"
     grid = planned(flags, world)
     uneven = 0
+    shards: list[Spread] = []
     for each in run(ranks, world, on_rank, flags, 5, tmp_path):
         stage, tp_rank = each["place"]
         # Which entries a random mask leaves on a rank of several is known once it is drawn.
@@ -102,13 +120,34 @@ def test_state_and_bytes_sent_are_planned_to_the_byte(
         if case == "rolling":
             # Chosen entries lie unevenly in the parts of a matrix; most of a round is held.
             assert kept.pop("values") == pytest.approx(real.pop("values"), rel=0.05)
+        elif case in IN_SHARDS:
+            steps = step_bytes(grid, stage, rank).dp
+            sent = [kind.bytes_sent(grid.dims.dp) for kind in steps for _ in range(kind.steps)]
+            shards += [
+                Spread("plan", kept.pop("values"), kept.pop("index"), sent),
+                Spread("run", real.pop("values"), real.pop("index"), each["sent"]),
+            ]
         elif case == "radius cut":
             uneven += kept.pop("index") - real.pop("index")
             # Room for the most that any step sent stays; it is to be about as much.
             assert kept.pop("values") == pytest.approx(real.pop("values"), rel=0.2)
         assert kept == real
-        _compare_traffic(case, grid, stage, rank, each)
+        if case not in IN_SHARDS:
+            _compare_traffic(case, grid, stage, rank, each)
+    if case in IN_SHARDS:
+        _compare_shards(shards, within=0.05 if case == "rolling nodes" else 2e-3)
     assert uneven == 0, "what is chosen differs between the ranks, not over them"
+
+
+def _compare_shards(shards: Sequence[Spread], *, within: float) -> None:
+    """Compare sums over all ranks: selected entries lie unevenly in the shards of a bucket."""
+    plan, run = ([one for one in shards if one.side == side] for side in ("plan", "run"))
+    assert sum(each.index for each in plan) == pytest.approx(sum(e.index for e in run), rel=within)
+    steps = [sorted(map(sum, zip(*(e.sent for e in side), strict=True))) for side in (plan, run)]
+    assert steps[0] == pytest.approx(steps[1], rel=within)
+    # Room for the most that any step sent stays: a part of a matrix may lie in one shard.
+    room = sum(each.values for each in run) / sum(each.values for each in plan)
+    assert 1 - within <= room < 1.5
 
 
 def _compare_traffic(
