@@ -56,6 +56,7 @@ class FakePath:
     sections: dict[str, type] = field(default_factory=dict)
     refused_pairs: tuple[()] = ()
     alternatives: tuple[()] = ()
+    presets: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
     def check(self, config: Any) -> None:
         if config.run.debug and self.name == "sparse":

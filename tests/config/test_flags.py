@@ -241,7 +241,7 @@ def test_no_heavy_import() -> None:
         import sys
         from megatron.config import parse, resolve, to_yaml
         class Dense:
-            name = "dense"; sections = {}; refused_pairs = alternatives = ()
+            name = "dense"; sections = {}; refused_pairs = alternatives = (); presets = {}
             def check(self, config): pass
         config = parse(sys.argv[1:], paths={"dense": Dense()})
         to_yaml(resolve(config, 2))
