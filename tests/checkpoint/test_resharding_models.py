@@ -65,6 +65,10 @@ PAIRS = [
     ("DP4, nodes", "TP2", "samo"),
     ("DP2, sharded", "DP4, nodes", "samo"),
     ("TP4", "DP2, sharded", "radius"),
+    ("DP4, nodes", "TP2", "radius"),
+    ("DP4, nodes", "DP4", "samo+radius"),
+    ("TP2xDP2", "DP4, nodes", "samo+radius"),
+    ("DP2, sharded", "DP4, nodes", "radius"),
 ]
 
 

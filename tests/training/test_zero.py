@@ -21,7 +21,15 @@ def on_nodes(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]
     return train(grid(groups, inner=2), flags, run_dir)
 
 
-@pytest.mark.parametrize("flags", ["", f"--fp16 --initial-loss-scale 1024 {PRUNED}"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        f"--fp16 --initial-loss-scale 1024 {PRUNED}",
+        RADIUS,
+        f"--bf16 {RADIUS} --radius-schedule rolling --radius-select seeded",
+    ],
+)
 def test_means_of_nodes_make_the_run_of_one_mean_up_to_rounding(
     ranks: Ranks, tmp_path: Path, flags: str
 ) -> None:
