@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,7 +187,7 @@ def test_a_preset_sets_what_is_not_given(
 
 def test_without_a_preset_radius_is_as_the_paper_has_it(tmp_path: Path) -> None:
     config = read(tmp_path, "train_iters: 2000\n", "--grad-path", "radius")
-    options = config.extensions["radius"]
+    options: Any = config.extensions["radius"]
     found = (options.radius_schedule, options.radius_density, options.radius_interval)
     assert found == ("paper", 0.4, 200) and config.gradient.grad_wire is None
     assert not [line for line in config.notices if "preset" in line]

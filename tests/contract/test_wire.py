@@ -89,8 +89,9 @@ def on_rank_part(groups: ProcessGroups, name: str) -> dict[str, Any]:
 def test_an_owner_of_a_shard_keeps_its_mean_unrounded(ranks: Ranks, name: str, world: int) -> None:
     found = ranks.run(world, on_rank_part, name)
     means = torch.cat([each["own"] for each in found])
-    total = sum(each["values"] for each in found)
-    lost = sum(each["lost"] for each in found)
+    total, lost = (
+        torch.stack([each[name] for each in found]).sum(0) for name in ("values", "lost")
+    )
     used = total.numel()
     torch.testing.assert_close(world * means[:used] + lost, total, rtol=0, atol=1e-5)
     assert not means[used:].any(), "padding"
