@@ -44,6 +44,7 @@ GRIDS = {
     "TP2xPP2": (2, 2, 1, ""),
     "DP2, sharded": (1, 1, 2, "--use-distributed-optimizer"),
     "DP4, nodes": (1, 1, 4, "--dp-inner-size 2"),
+    "TP2xDP4, nodes": (2, 1, 4, "--dp-inner-size 2 --sequence-parallel"),
 }
 """Sizes of TP, PP and DP, and what else goes with them."""
 ALL_KINDS = {"param", "exp_avg", "exp_avg_sq", "mask", "entries", "residual"}
@@ -69,6 +70,8 @@ PAIRS = [
     ("DP4, nodes", "DP4", "samo+radius"),
     ("TP2xDP2", "DP4, nodes", "samo+radius"),
     ("DP2, sharded", "DP4, nodes", "radius"),
+    ("DP4, nodes", "TP2xDP4, nodes", "samo+radius"),
+    ("TP2xDP4, nodes", "TP2", "radius"),
 ]
 
 

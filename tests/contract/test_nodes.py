@@ -34,7 +34,6 @@ BF16_MOMENTS = {"exp_avg": "bf16", "exp_avg_sq": "bf16"}
 
 def on_rank(
     groups: ProcessGroups,
-    tp: int,
     case: PathCase,
     pruned: bool,
     moments: dict[str, Any],
@@ -46,9 +45,8 @@ def on_rank(
     With more data-parallel ranks than nodes, each node has several ranks, with a gradient each. A
     rank that is a node has the mean of these gradients.
     """
-    ranks = groups.world.size // tp
-    inner = ranks // NODES
-    mine = grid(groups, tp=tp, inner=inner)
+    inner = groups.world.size // NODES
+    mine = grid(groups, inner=inner)
     formats = StateFormats(**moments) if moments else None
     toy = GridToy(mine, case, pruned=pruned, formats=formats)
     assert isinstance(toy.engine.reducer, NodeReducer) == (inner > 1)
@@ -76,37 +74,33 @@ def _gradient(number: int, rank: int, inner: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("case", "tp", "pruned", "moments", "together"),
+    ("case", "pruned", "moments", "together"),
     [
-        (PAPER, 1, False, {}, 0),
-        (PAPER, 1, True, {}, 0),
-        (PAPER, 2, True, {}, 1 << 17),
-        (ROLLING, 1, False, {}, 0),
-        (ROLLING, 2, False, {}, 0),
-        (ROLLING, 1, True, BF16_MOMENTS, 0),
-        (OFFSETS, 1, False, {}, 1 << 17),
-        (BY_GRADIENT, 1, False, BF16_MOMENTS, 0),
-        (DRAWN, 1, False, {}, 0),
-        (DROPPING, 1, False, {}, 0),
-        (PER_STEP, 1, False, {}, 0),
+        (PAPER, False, {}, 0),
+        (PAPER, True, {}, 1 << 17),
+        (ROLLING, False, {}, 0),
+        (ROLLING, True, BF16_MOMENTS, 0),
+        (OFFSETS, False, {}, 1 << 17),
+        (BY_GRADIENT, False, BF16_MOMENTS, 0),
+        (DRAWN, False, {}, 0),
+        (DROPPING, False, {}, 0),
+        (PER_STEP, False, {}, 0),
     ],
 )
 def test_shards_select_send_and_keep_what_whole_gradients_would(
     ranks: Ranks,
     tmp_path: Path,
     case: PathCase,
-    tp: int,
     pruned: bool,
     moments: dict[str, Any],
     together: int,
 ) -> None:
     args = case, pruned, moments, together
-    wanted = ranks.run(NODES * tp, on_rank, tp, *args, tmp_path / "whole")
-    found = ranks.run(2 * NODES * tp, on_rank, tp, *args, tmp_path / "shards")
+    wanted = ranks.run(NODES, on_rank, *args, tmp_path / "whole")
+    found = ranks.run(2 * NODES, on_rank, *args, tmp_path / "shards")
     for rank, steps in enumerate(found):
         # Each node has a residual of its own.
-        node, tp_rank = rank // tp // 2, rank % tp
-        for ours, theirs in zip(steps, wanted[node * tp + tp_rank], strict=True):
+        for ours, theirs in zip(steps, wanted[rank // 2], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-6)
     for step in (LEFT_AT, STEPS):
         whole, shards = (logical(tmp_path / name, step) for name in ("whole", "shards"))
