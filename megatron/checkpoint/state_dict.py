@@ -312,7 +312,7 @@ class RunStateDict:
     def _stores_some(self, info: ParamInfo) -> bool:
         """Return whether any entry is stored of this tensor-parallel rank's part.
 
-        A tensor that must appear in the checkpoint is otherwise written by one rank, without any.
+        If not, one rank writes the tensor without entries, since a checkpoint has every tensor.
         """
         return self.engine.layout.numel(info.name, info.param) > 0
 

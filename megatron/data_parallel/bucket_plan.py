@@ -365,20 +365,21 @@ def mean_traffic(
 def plan_wire(config: Config, rank: RankShapes) -> PathBytes:
     """Return the bytes of an encoded wire: encoded values, and what the reducer keeps of rounding.
 
-    At most all buckets are on their way at a time, as sent and as received, in chunks or in shards
-    (which may be longer by the padding of a block). What is kept takes two
-    buffers of the bucket's length, one of which a dropped step leaves unchanged.
+    At most all buckets are on their way at a time, as sent and as received, in chunks or in shards,
+    whichever are longer with their padding. What is kept takes two buffers of the bucket's length,
+    one of which a dropped step leaves unchanged.
     """
     wire = config.gradient.grad_wire
     if wire is None or rank.ranks == 1:
         return PathBytes()
-    encoded, alignment = 0, slice_alignment(config)
+    encoded = 0
     for bucket in rank.buckets:
-        shard = shard_length(bucket.numel, rank.ranks, alignment)
-        in_shards = rank.ranks * part_payload(bucket, shard, 4, wire)
-        in_chunks = payload(bucket, bucket.numel, ranks=rank.ranks, grad_bytes=4, wire=wire)
-        is_sharded = config.parallel.use_distributed_optimizer
-        encoded += max(in_chunks, in_shards) if is_sharded else in_chunks
+        chunks = payload(bucket, bucket.numel, ranks=rank.ranks, grad_bytes=4, wire=wire)
+        shards = 0
+        if config.parallel.use_distributed_optimizer:
+            own = shard_length(bucket.numel, rank.ranks, slice_alignment(config))
+            shards = rank.ranks * part_payload(bucket, own, 4, wire)
+        encoded += max(chunks, shards)
     passing = {"encoded values": 2 * encoded}
     if not config.gradient.keeps_rounding:
         return PathBytes(passing=passing)

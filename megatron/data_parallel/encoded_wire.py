@@ -69,13 +69,11 @@ class EncodedWire(Wire):
         lost: torch.Tensor | None = None,
     ) -> tuple[Sequence[Waitable | None], int]:
         form = format_of(self._name, matrix=matrix)
-        mean = _EncodedMean(
-            form, group, values, lost, chunk_length(form, values.numel(), group.size)
-        )
+        chunk = chunk_length(form, values.numel(), group.size)
+        mean = _EncodedMean(form, group, values, lost, chunk)
         returns = group if values.is_cuda else self._returns
-        return [
-            self._started(mean, partial(mean.gather, returns=returns))
-        ], 2 * mean.bytes_scattered
+        done = self._started(mean, partial(mean.gather, returns=returns))
+        return [done], 2 * mean.bytes_scattered
 
     def mean_of_part(
         self,

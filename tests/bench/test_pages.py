@@ -90,5 +90,7 @@ def test_a_page_keeps_its_head_and_takes_new_numbers(tmp_path: Path) -> None:
     assert (tmp_path / PAGE).read_text().endswith("two\n")
 
 
-def test_no_folder_writes_nothing() -> None:
+def test_no_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     write_page(None, text="", values=object())
+    assert list(tmp_path.iterdir()) == []
