@@ -72,16 +72,31 @@ SAMPLE = {
 }
 """Files, or tests of them, of the kind process that the fast tier runs."""
 WHOLE_RUNS = {
+    "tests/checkpoint/test_resharding.py",
     "tests/checkpoint/test_resharding_models.py",
+    "tests/contract/test_nodes.py",
+    "tests/low_memory/test_ledger.py",
+    "tests/low_memory/test_memory_budget.py",
+    "tests/low_memory/test_recompute_strategies.py",
     "tests/parallel/test_rank_order.py",
     "tests/parity/test_parity.py::test_a_grid_computes_what_one_rank_computes",
+    "tests/planner/test_state.py",
+    "tests/radius/test_memory.py",
+    "tests/samo/test_memory.py",
+    "tests/tasks/test_translation.py",
+    "tests/tasks/test_vision.py",
     "tests/training/test_fp16_grids.py",
+    "tests/training/test_local_steps.py",
     "tests/training/test_offload.py::test_a_run_makes_the_same_bits_and_goes_on_either_way",
+    "tests/training/test_radius.py",
+    "tests/training/test_resume.py",
     "tests/training/test_resume_grids.py",
-    "tests/training/test_wire.py::test_a_run_that_stops_in_between_continues_bit_by_bit",
+    "tests/training/test_samo.py",
+    "tests/training/test_state_formats.py",
+    "tests/training/test_wire.py",
     "tests/training/test_zero.py",
 }
-"""Whole runs on grids of four ranks, each of which takes seconds: the fast tier leaves them out."""
+"""Whole runs and measurements, each of which takes seconds: the fast tier leaves them out."""
 LONGEST = (
     "tests/docs/test_commands.py",
     "tests/pipeline/test_message_driven_runs.py",
@@ -161,8 +176,14 @@ def is_fast(item: pytest.Function, kind: str) -> bool:
         # A law that is tested on one, two and four ranks is tested on two. Ranks of mpiexec and
         # ranks with a device take seconds to start.
         world = item.callspec.params.get("world", 2) if hasattr(item, "callspec") else 2
-        return world == 2 and "ranks" in item.fixturenames
+        return world == 2 and "ranks" in item.fixturenames and not is_variant(item)
     return kind == "unit"
+
+
+def is_variant(item: pytest.Function) -> bool:
+    """Return whether a law is tested on another case of a path than the path's first one."""
+    case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+    return getattr(case, "is_variant", False)
 
 
 def is_listed(item: pytest.Function, listed: set[str]) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -103,13 +103,18 @@ class NodeReducer(ReduceScatterReducer):
         between: Reducer of shards over the ranks with this rank's shard, one of each node. It gets
             buckets from `GradBucket.own_shard`, and is the only user of its exchange.
         divides: If False, sum within the node instead of averaging.
+
+    Attributes:
+        thread: Runs the reductions between nodes on a CPU, one at a time.
     """
 
     def __init__(self, inner: Exchange, between: GradientReducer, divides: bool = True) -> None:
         super().__init__(inner, divides)
         self.between = between
         self._shards: list[GradBucket] = []
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="between nodes")
+        self.thread: Executor = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="between nodes"
+        )
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
         for bucket in buckets:
@@ -124,7 +129,7 @@ class NodeReducer(ReduceScatterReducer):
         else:
             # gloo has no reduce-scatter (`ReduceScatterReducer.reduce`).
             within = self._mean(bucket.grad) if bucket.numel else None
-            pending = self._thread.submit(self._reduce_between, within, bucket, step)
+            pending = self.thread.submit(self._reduce_between, within, bucket, step)
         return _ShardWork(bucket, pending, self.exchange)
 
     def wants_update(self, step: StepContext) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Protocol
@@ -23,6 +24,7 @@ from megatron.config import Config, GPTConfig
 from megatron.data.batches import Batch
 from megatron.data_parallel.buffers import BufferSet
 from megatron.data_parallel.engine import GradientEngine
+from megatron.data_parallel.node_reducer import NodeReducer
 from megatron.data_parallel.reducer import StepContext
 from megatron.errors import ConfigError
 from megatron.low_memory.memory_recorder import (
@@ -158,6 +160,8 @@ class DryRank:
         path = paths[config.gradient.grad_path]
         parts = build_parts(path, config, infos, groups, None, opened.identity())
         engine = build_engine(config, infos, parts, groups)
+        if isinstance(engine.reducer, NodeReducer):
+            engine.reducer.thread = _AtOnce()
         optimizer, _ = build_optimizer(config, engine)
         buffers = BufferSet(stage.buffer_infos(), groups.dp)
         return cls(
@@ -368,6 +372,18 @@ def _is_whole_numbers(each: object) -> bool:
 
 def _total(counter: FlopCounterMode) -> int:
     return counter.get_total_flops()
+
+
+class _AtOnce(Executor):
+    """Runs work when it is submitted.
+
+    Threads may not share fake tensors, and no other rank has to be waited for.
+    """
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
 
 
 class _ZeroScalars(TorchDispatchMode):

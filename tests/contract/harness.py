@@ -65,6 +65,11 @@ class PathCase:
     local: bool = False
     inner: int = 1
 
+    @property
+    def is_variant(self) -> bool:
+        """Whether another case of the same path comes first."""
+        return next((case for case in PATHS if case.name == self.name), self) != self
+
 
 SHORT = {"radius_interval": 4, "radius_start_iter": 2}
 """Dense up to step 4, which is the first resample; steps 8 and 12 are the next resamples."""
@@ -88,12 +93,6 @@ PATHS = [
     PathCase("dense", wire="int4", lossless=False, linear=False),
     PathCase("dense", wire="int8", lossless=False, linear=False, offloaded=True),
     PathCase("dense", wire="int8", lossless=False, linear=False, sharded=True),
-    PathCase("dense", sharded=True, inner=2),
-    PathCase("samo", RANDOM | DSR, sharded=True, inner=2),
-    PathCase("radius", SHORT, lossless=False, sharded=True, inner=2),
-    PathCase("radius", SHORT | FEW, lossless=False, sharded=True, inner=2),
-    PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False, inner=2),
-    PathCase("samo+radius", RANDOM | SHORT, lossless=False, sharded=True, inner=2),
     PathCase("radius", SHORT, lossless=False),
     PathCase("radius", SHORT | {"radius_select": "seeded"}, lossless=False),
     PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False),
@@ -139,7 +138,14 @@ PATHS = [
     PathCase("diloco", {"local_steps": 4}, linear=False, local=True),
     PathCase("diloco", FRAGMENTS, linear=False, local=True),
     PathCase("diloco", {"local_steps": 4}, linear=False, local=True, wire="int8"),
+    PathCase("dense", sharded=True, inner=2),
+    PathCase("samo", RANDOM | DSR, sharded=True, inner=2),
+    PathCase("radius", SHORT, lossless=False, sharded=True, inner=2),
+    PathCase("radius", SHORT | FEW, lossless=False, sharded=True, inner=2),
+    PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False, inner=2),
+    PathCase("samo+radius", RANDOM | SHORT, lossless=False, sharded=True, inner=2),
 ]
+"""The cases of all paths; the fast tier tests the first of each path."""
 WORLDS = [1, 2, 4]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,21 @@ def test_columns_agree_for_a_gpt(case: str) -> None:
         assert ledger.columns["planned"].total == pytest.approx(
             ledger.columns["tracked"].total, rel=0.1
         )
+
+
+def test_a_profile_of_nodes_stays_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that use one fake mode at a time make it fail now and then."""
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    world, rank, flags = GPT_CASES["nodes"]
+    gpt(flags, world=world, rank=rank, columns=UNMEASURED)
+    assert started == []
 
 
 def test_a_peak_at_the_gradient_of_the_output_layer_is_planned() -> None:
