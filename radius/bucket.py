@@ -12,11 +12,11 @@ import torch
 
 from megatron.data_parallel.bucket import GradBucket
 from megatron.data_parallel.norm import sum_of_squares
-from megatron.data_parallel.reducer import PerEntryState, SparseIndex
+from megatron.data_parallel.reducer import PerEntryState
 from megatron.sparse.selection import CHUNK, GivenSelection, Selection
-from radius.bucket_index import BucketIndex
+from radius.bucket_index import BucketIndex, SentIndex
 from radius.index import IndexPart, new_index
-from radius.residual import Residual, squares
+from radius.residual import Residual, add_scaled, squares
 
 INDEX = "index/"
 """Prefix of the selection's state in a checkpoint, before the name of the parameter."""
@@ -43,7 +43,8 @@ class RadiusBucket:
         sent: Positions that are sent.
         steps_accumulated: As in `ReducedGrad`.
         mean: Copies of the mean gradient of each part, if entries are selected by it.
-        flushed_norm: Squared norm of the residual that the latest step, a resample, has sent.
+        flushed_norm: Squared norm of the residual that the latest step, which sent everything, has
+            sent.
     """
 
     bucket: GradBucket
@@ -53,7 +54,7 @@ class RadiusBucket:
     index: BucketIndex | None = None
     phase: Phase = Phase.WHOLE
     flushed: Sequence[IndexPart] = ()
-    sent: SparseIndex | None = None
+    sent: SentIndex | None = None
     steps_accumulated: torch.Tensor | None = None
     mean: Sequence[torch.Tensor] = ()
     flushed_norm: torch.Tensor | None = None
@@ -61,19 +62,20 @@ class RadiusBucket:
 
     # ---- sending -------------------------------------------------------------------------------
 
-    def gather_chosen(self) -> torch.Tensor:
+    def gather_chosen(self, loss_scale: float) -> torch.Tensor:
         """Return the selected entries of the gradient, which are what this step sends."""
         assert self.index is not None, "a sparse step comes after a resample"
         self.sent = self.index
         values = self._compact("values", self.index.numel, self.bucket.grad.dtype)
-        self.index.gather(self.bucket.grad, values)
+        self._gather(self.index, values, loss_scale)
         return values
 
     def gather_all(self, loss_scale: float) -> torch.Tensor:
         """Add the residual to the gradient in place, and return the gradient, as sent whole."""
-        if self.index is not None:
-            self.flushed_norm = self.residual.squared_norm(self.index)
-        self.residual.join(self.index, loss_scale)
+        waiting = self.residual.waiting(self.index)
+        if waiting is not None:
+            self.flushed_norm = squares(waiting)
+            add_scaled(self.bucket.grad, waiting, loss_scale)
         return self.bucket.grad
 
     def gather_rolling(self, flushed: Sequence[IndexPart], loss_scale: float) -> torch.Tensor:
@@ -88,8 +90,12 @@ class RadiusBucket:
         self.flushed = flushed
         self.sent = index.flushed([(part.start, part.stop) for part in flushed if part.length])
         values = self._compact("values", self.sent.numel, grad.dtype)
-        self.sent.gather(grad, values)
+        self._gather(self.sent, values, loss_scale)
         return values
+
+    def _gather(self, sent: SentIndex, values: torch.Tensor, loss_scale: float) -> None:
+        sent.gather(self.bucket.grad, values)
+        self.residual.join_sent(sent, values, loss_scale)
 
     def count_steps(self, steps: int) -> None:
         """Fill `steps_accumulated` for the values of `gather_rolling`.
@@ -203,11 +209,8 @@ class RadiusBucket:
         """
         if self.flushed_norm is not None:
             return float(self.flushed_norm)
-        pending = self.residual.pending
-        if pending is None or self.index is None:
-            return 0.0
-        self.index.clear(pending)
-        return float(squares(pending))
+        waiting = self.residual.waiting(self.index)
+        return 0.0 if waiting is None else float(squares(waiting))
 
     def chosen_state(self) -> Iterator[tuple[str, PerEntryState]]:
         """Yield the selection of each part (bool), by its name in a checkpoint."""
@@ -218,13 +221,13 @@ class RadiusBucket:
 
     def waiting_state(self) -> Iterator[tuple[str, PerEntryState]]:
         """Yield the residual of each part by parameter name; nothing if it is zero for certain."""
-        pending = self.residual.pending
-        if pending is not None and self.index is not None:
-            self.index.clear(pending)
-            for part in self.parts:
-                values = partial(_within, pending, part)
-                unless = f"{INDEX}{part.name}"
-                yield part.name, PerEntryState(param=part.name, values=values, unless=unless)
+        waiting = self.residual.waiting(self.index)
+        if waiting is None:
+            return
+        for part in self.parts:
+            values = partial(_within, waiting, part)
+            unless = "" if self.residual.keeps_sent else f"{INDEX}{part.name}"
+            yield part.name, PerEntryState(param=part.name, values=values, unless=unless)
 
     def chosen(self, part: IndexPart) -> torch.Tensor:
         """Return whether each entry of a part is selected: bool, on the CPU. Blocks the host."""
@@ -233,18 +236,27 @@ class RadiusBucket:
         bits = np.unpackbits(self.index.packed(part.start, part.length).numpy(), count=part.length)
         return torch.from_numpy(bits.view(np.bool_))
 
-    def load(self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]) -> None:
-        """Load the selection from `shared` and the residual from `own`; a missing residual is 0."""
+    def load(
+        self,
+        own: Mapping[str, torch.Tensor],
+        shared: Mapping[str, torch.Tensor],
+        *,
+        has_index: bool,
+    ) -> None:
+        """Load the selection from `shared` and the residual from `own`; a missing residual is 0.
+
+        `has_index`: entries were selected already.
+        """
         if not self.parts:
             return
-        index = self.index = self.new_index()
+        self.index = self.new_index() if has_index else None
         for part in self.parts:
-            index.choose(part.start, GivenSelection(shared[f"{INDEX}{part.name}"]))
+            if self.index is not None:
+                self.index.choose(part.start, GivenSelection(shared[f"{INDEX}{part.name}"]))
         self.residual.empty()
         for part in self.parts:
             if part.name in own:
-                pending = self.residual.open()
-                _within(pending, part).copy_(own[part.name])
+                _within(self.residual.open(), part).copy_(own[part.name])
 
 
 def _within(flat: torch.Tensor, part: IndexPart) -> torch.Tensor:

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from megatron.sparse.selection import Selection
 
 
-class BucketIndex(SparseIndex, Protocol):
+class SentIndex(SparseIndex, Protocol):
+    """The positions whose values are sent in a step."""
+
+    def clear(self, flat: torch.Tensor) -> None:
+        """Set the entries at the positions to 0, including non-finite ones."""
+        ...
+
+
+class BucketIndex(SentIndex, Protocol):
     """The entries selected in one bucket; none at first. Ranges are positions in the bucket.
 
     The two subclasses differ in how they store positions. Methods with a body here use only
@@ -35,7 +43,7 @@ class BucketIndex(SparseIndex, Protocol):
         """Return the number of selected entries in `[start, start + length)`."""
         ...
 
-    def flushed(self, ranges: Sequence[tuple[int, int]]) -> SparseIndex:
+    def flushed(self, ranges: Sequence[tuple[int, int]]) -> SentIndex:
         """Return an index of these positions and of all positions in the ranges `[start, stop)`.
 
         Ranges are ascending and disjoint; their positions among the values are the `runs`.
@@ -51,10 +59,6 @@ class BucketIndex(SparseIndex, Protocol):
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
         """Overwrite `flat`, of the same dtype, with the values at the positions and 0 elsewhere."""
-        ...
-
-    def clear(self, flat: torch.Tensor) -> None:
-        """Set the entries at the positions to 0, including non-finite ones."""
         ...
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:

@@ -94,9 +94,9 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "give --sgd-weight-decay decoupled without --sgd-nesterov, or another --grad-path",
     ),
     _pair(
-        "grad_wire int8 or int4 with grad_wire_feedback",
-        lambda c: c.gradient.keeps_rounding,
-        "the residual of Radius does not take what the wire rounds off",
+        "radius_residual none with grad_wire int8 or int4 and grad_wire_feedback",
+        lambda c: c.gradient.keeps_rounding and _options(c).radius_residual == "none",
+        "there is no residual to keep what the wire rounds off",
         "give --grad-wire bf16, or --grad-wire-feedback false",
     ),
     _pair(
@@ -219,6 +219,7 @@ class RadiusPath(GradientPath):
         exchange: Exchange,
     ) -> GradientReducer:
         from megatron.data_parallel.exchange import Exchange
+        from megatron.data_parallel.mean_reducer import mean_reducer
         from megatron.data_parallel.node_reducer import NodeReducer
         from megatron.parallel.tensor_shard import ModelShard
         from radius.reducer import RadiusReducer, RadiusSettings
@@ -227,6 +228,8 @@ class RadiusPath(GradientPath):
         if not config.training.skip_train:
             # Only now is the number of ranks known, on which the number of steps may depend.
             _check_length(options, total)
+        if options.density == 1:
+            return mean_reducer(config, infos, exchange, groups)
         settings = RadiusSettings(
             density=options.density,
             interval=options.radius_interval,
@@ -248,6 +251,7 @@ class RadiusPath(GradientPath):
             settings,
             ModelShard(infos, groups),
             sharded=config.parallel.use_distributed_optimizer,
+            keeps_rounding=config.gradient.keeps_rounding,
         )
 
     def lends_grad(self, config: Config, kind: BucketClass) -> bool:
@@ -270,7 +274,14 @@ class RadiusPath(GradientPath):
             alignment=slice_alignment(config),
         )
         wire = plan_wire(config, rank)
-        return dataclasses.replace(found, passing={**found.passing, **wire.passing})
+        # The residual is one of the two buffers that keep what the wire loses.
+        kept = {kind: size - found.kept["residual"] for kind, size in wire.kept.items()}
+        return dataclasses.replace(
+            found,
+            kept={**found.kept, **kept},
+            passing={**found.passing, **wire.passing},
+            own=max(found.own, wire.own),
+        )
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
         options, total = self._options(config), config.total_iterations()

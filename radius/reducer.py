@@ -35,7 +35,7 @@ from radius.bucket import Phase, RadiusBucket
 from radius.index import IndexPart, keeps_bits, num_selected
 from radius.part_selection import SumCounts, select_from_shards, select_parts
 from radius.places import find_places
-from radius.residual import RESIDUALS, Residual
+from radius.residual import RESIDUALS, Residual, WireResidual
 from radius.schedule import RadiusSettings, why_no_resample
 from radius.stats import RadiusStats
 
@@ -80,6 +80,7 @@ class RadiusReducer(GradientReducer):
             are of the whole bucket all the same, since each rank has a gradient of its own.
         shards: Collectives over the ranks that have the other shards of this rank's buckets, if
             these are from `GradBucket.own_shard`; None for whole buckets.
+        keeps_rounding: Keep what an encoded wire loses of sent entries in the residual.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class RadiusReducer(GradientReducer):
         model_shard: ModelShard | None = None,
         sharded: bool = False,
         shards: Exchange | None = None,
+        keeps_rounding: bool = False,
     ) -> None:
         super().__init__(exchange)
         assert not (sharded and settings.schedule == "rolling" and settings.select == "update"), (
@@ -98,7 +100,7 @@ class RadiusReducer(GradientReducer):
         self.settings = settings
         self.model_shard = model_shard or ModelShard()
         self._entries = entries if settings.density < 1 else {}
-        self._shards = shards
+        self._shards, self._keeps_rounding = shards, keeps_rounding
         self._whole = (ReduceScatterReducer if sharded else AllReduceReducer)(exchange)
         self._own: list[RadiusBucket] = []
         self._step = StepContext(t=0)
@@ -147,8 +149,8 @@ class RadiusReducer(GradientReducer):
         ]
         if bucket.whole is not None:
             parts = [part.of_shard(bucket.whole.kept)[0] for part in parts]
-        kind = RESIDUALS[self.settings.residual] if parts else Residual
-        return RadiusBucket(bucket, parts, kind(bucket), bits)
+        kind = WireResidual if self._keeps_rounding else RESIDUALS[self.settings.residual]
+        return RadiusBucket(bucket, parts, (kind if parts else Residual)(bucket), bits)
 
     # ---- the step ------------------------------------------------------------------------------
 
@@ -159,13 +161,20 @@ class RadiusReducer(GradientReducer):
         own.phase = self._phase(step) if own.parts else Phase.WHOLE
         values = self._to_send(own, step)
         self._stats.sent(bucket, values.numel())
-        sending = dataclasses.replace(bucket, grad=values)
-        work = RadiusWork(self._whole.reduce(sending, step), partial(self._received, own))
+        work = RadiusWork(self._averaged(own, values, step), partial(self._received, own))
         if bucket.index == len(self._own) - 1:
             # The last message is waited for longest, so the residuals are prepared meanwhile.
             for each in self._own:
                 each.prepare(step.loss_scale)
         return work
+
+    def _averaged(self, own: RadiusBucket, values: torch.Tensor, step: StepContext) -> Work:
+        """Start to average the values that a bucket sends."""
+        sending = dataclasses.replace(own.bucket, grad=values)
+        lost = own.residual.lost(values.numel()) if step.layout_is_final else None
+        if lost is None:
+            return self._whole.reduce(sending, step)
+        return self._whole.average(sending, lost)
 
     def _phase(self, step: StepContext) -> Phase:
         settings, t = self.settings, step.t
@@ -180,7 +189,7 @@ class RadiusReducer(GradientReducer):
 
     def _to_send(self, own: RadiusBucket, step: StepContext) -> torch.Tensor:
         if own.phase is Phase.CHOSEN:
-            return own.gather_chosen()
+            return own.gather_chosen(step.loss_scale)
         if own.phase is Phase.ROLLING:
             settings, interval = self.settings, self.settings.interval
             number = step.t % interval
@@ -189,9 +198,7 @@ class RadiusReducer(GradientReducer):
             if settings.residual != "none":
                 own.count_steps(min(self._waited(self._first), interval))
             return values
-        if own.phase is Phase.RESAMPLE:
-            return own.gather_all(step.loss_scale)
-        return own.bucket.grad
+        return own.gather_all(step.loss_scale)
 
     def _received(self, own: RadiusBucket, mean: ReducedGrad) -> ReducedGrad:
         if self.settings.select == "gradient" and own.phase in CHOOSING:
@@ -229,10 +236,7 @@ class RadiusReducer(GradientReducer):
         if own.phase is Phase.RESAMPLE:
             # Before the residual changes, since the update may share memory with it.
             self._resample(own, values)
-        if own.phase in (Phase.WHOLE, Phase.RESAMPLE):
-            own.residual.empty()
-        else:
-            own.residual.keep(self._step.loss_scale)
+        own.residual.keep(own.sent, self._step.loss_scale)
         if own.phase is Phase.ROLLING:
             self._roll(own, values)
         own.forget_step()
@@ -384,5 +388,5 @@ class RadiusReducer(GradientReducer):
             return
         start, self._first, self._last = shared[STEPS].tolist()
         self.settings = dataclasses.replace(self.settings, start=start)
-        for bucket in self._own if self._first else ():
-            bucket.load(own, shared)
+        for bucket in self._own:
+            bucket.load(own, shared, has_index=bool(self._first))

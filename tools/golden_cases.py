@@ -71,6 +71,11 @@ SINGLE = (
     GoldenCase(name="ZeRO-1", ranks=2, flags="--use-distributed-optimizer"),
     GoldenCase(name="ZeRO-1, int8", ranks=2, flags="--use-distributed-optimizer --grad-wire int8"),
     GoldenCase(name="radius best", ranks=2, flags=f"{_RADIUS} --radius-preset best"),
+    GoldenCase(
+        name="radius best, int4",
+        ranks=2,
+        flags=f"{_RADIUS} --radius-preset best --grad-wire int4",
+    ),
     GoldenCase(name="nodes", ranks=4, flags="--dp-inner-size 2"),
     GoldenCase(name="offload", ranks=2, flags=f"{_OFFLOAD} --clip-grad 0"),
     GoldenCase(name="offload, clipped", ranks=2, flags=f"{_OFFLOAD} --clip-grad 0.5"),

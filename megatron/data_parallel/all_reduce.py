@@ -86,7 +86,10 @@ class AllReduceReducer(GradientReducer):
             self._feedback = {b.index: WireFeedback(b, self._entries) for b in matrices}
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
-        lost = self._joined(bucket, step)
+        return self.average(bucket, self._joined(bucket, step))
+
+    def average(self, bucket: GradBucket, lost: torch.Tensor | None = None) -> Work:
+        """Start to average `bucket.grad` by all-reduce; `lost` is that of `Wire.mean`."""
         # A bucket may be empty on a tensor-parallel rank, and then on every data-parallel rank.
         if self.exchange.ranks == 1 or not bucket.numel:
             if lost is not None:

@@ -165,7 +165,7 @@ def test_unknown_methods_are_refused(name: str) -> None:
         ("samo-0.9-rolling", "radius and samo.radius"),
         ("topk-0.1-bf16", "compute and dense and radius"),
         ("dense-fp32", "samo and samo.radius"),
-        ("radius-0.4-wire-int8", "dense and samo"),
+        ("topk-0.1-wire-int8", "dense and radius and samo and samo.radius"),
     ],
 )
 def test_variants_go_with_their_paths_alone(name: str, others: str) -> None:

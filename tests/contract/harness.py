@@ -126,6 +126,17 @@ PATHS = [
     PathCase("samo+radius", RANDOM | SHORT, lossless=False, sharded=True),
     PathCase("radius", SHORT, lossless=False, linear=False, wire="bf16"),
     PathCase("samo+radius", RANDOM | SHORT, lossless=False, linear=False, wire="bf16"),
+    # The residual keeps what the wire loses of sent entries.
+    PathCase("radius", SHORT, lossless=False, linear=False, wire="int8"),
+    PathCase(
+        "radius",
+        SHORT | FEW | {"radius_schedule": "rolling"},
+        lossless=False,
+        linear=False,
+        wire="int4",
+    ),
+    PathCase("radius", SHORT, lossless=False, linear=False, wire="int8", sharded=True),
+    PathCase("samo+radius", RANDOM | SHORT, lossless=False, linear=False, wire="int8"),
     # Pruned after its fifth update, so that the eighth is the first resample.
     PathCase("samo+radius", EARLY_BIRD | {"samo_early_bird_interval": 1} | SHORT, lossless=False),
     # Each rank selects from its own share of the batch, so other shares select other entries.

@@ -92,6 +92,12 @@ LIMITS = [
     (PathCase("samo", {"samo_sparsity": 0.0, "samo_pruning": "random"}), PathCase("dense")),
     (PathCase("samo+radius", {"samo_sparsity": 0.0} | SHORT), PathCase("radius", SHORT)),
     (PathCase("samo+radius", {"radius_density": 1.0} | RANDOM), PathCase("samo", RANDOM)),
+    # Nothing but the rounding of the wire is fed back.
+    (PathCase("radius", {"radius_density": 1.0}, wire="int8"), PathCase("dense", wire="int8")),
+    (
+        PathCase("radius", SHORT | {"radius_interval": 1}, wire="int8"),
+        PathCase("dense", wire="int8"),
+    ),
     (
         PathCase(
             "samo+radius", {"radius_density": 1.0, "samo_early_bird_interval": 2} | EARLY_BIRD

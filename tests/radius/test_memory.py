@@ -157,7 +157,8 @@ def test_a_sparse_step_takes_a_compact_vector_and_a_mebibyte(
     assert compact - SLACK < first <= compact + scratch
     again = most_at_once(lambda: bench.step(6))
     assert again <= scratch, "the compact vector is kept for the next step"
-    residual = bench.reducer._own[0].residual.pending
+    own = bench.reducer._own[0]
+    residual = own.residual.waiting(own.index)
     assert residual is not None and residual.nbytes == 4 * ENTRIES
 
 

@@ -109,7 +109,10 @@ def test_a_density_outside_its_range_is_refused(density: str) -> None:
         ("--fp16", "give --accumulate-allreduce-grads-in-fp32, or --radius-residual none"),
         ("--optimizer sgd --sgd-weight-decay coupled", "give --sgd-weight-decay decoupled"),
         ("--optimizer sgd --sgd-nesterov", "without --sgd-nesterov, or another --grad-path"),
-        ("--grad-wire int8", "give --grad-wire bf16, or --grad-wire-feedback false"),
+        (
+            "--grad-wire int8 --radius-residual none",
+            "give --grad-wire bf16, or --grad-wire-feedback false",
+        ),
         (
             "--radius-schedule rolling --use-distributed-optimizer",
             "give --radius-select seeded or gradient, or --radius-schedule paper",
@@ -132,7 +135,8 @@ def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> No
         "--fp16 --radius-residual none",
         "--fp16 --radius-density 1",
         "--grad-wire bf16",
-        "--grad-wire int4 --grad-wire-feedback false",
+        "--grad-wire int4",
+        "--grad-wire int4 --grad-wire-feedback false --radius-residual none",
         "--radius-schedule rolling --optimizer sgd --adam-beta1 0",
         "--radius-start-iter 0 --radius-interval 1",
         "--use-distributed-optimizer",
@@ -212,6 +216,8 @@ BUCKET = 1024 + 64
         ("", {"index": 4 * 409, "residual": 4 * BUCKET, "values": 4 * 409}),
         ("--radius-residual none", {"index": 4 * 409, "residual": 0, "values": 4 * 409}),
         ("--bf16 --grad-reduce-in-bf16", {"residual": 4 * BUCKET, "values": 2 * 409}),
+        ("--grad-wire int8", {"residual": 4 * BUCKET, "wire feedback": 4 * BUCKET}),
+        ("--grad-wire int8 --radius-density 1", {"residual": 0, "wire feedback": 8 * BUCKET}),
         ("--radius-density 1", {"index": 0, "residual": 0, "values": 0}),
         (
             "--radius-schedule rolling --radius-interval 100",
@@ -225,11 +231,13 @@ def test_planned_bytes(
 ) -> None:
     monkeypatch.setattr("radius.index.instruction_sets", tuple)
     config = read(flags)
-    rank = rank_of(SHAPES, device=config.run.device or "cpu")
+    rank = rank_of(SHAPES, device=config.run.device or "cpu", ranks=2)
     assert [bucket.numel for bucket in rank.buckets] == [128, BUCKET]
     found = RadiusPath().plan_bytes(config, rank)
     assert {**found.kept, **found.passing} == {**found.kept, **found.passing, **expected}
-    assert found.passing.keys() == ({"values"} if "cuda" in flags else set())
+    passing = {"cuda": {"values"}, "wire": {"encoded values"}}
+    expected_passing = [kinds for word, kinds in passing.items() if word in flags]
+    assert found.passing.keys() == set().union(*expected_passing)
 
 
 @pytest.mark.parametrize(("density", "index"), [(0.4, 4 * (1024 // 8 + 16)), (0.06, 4 * 62)])

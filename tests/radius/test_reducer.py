@@ -326,7 +326,7 @@ def test_what_waits_is_found_while_the_last_bucket_is_on_its_way() -> None:
     reducer, buckets = reducer_of(toy), toy.engine.buckets
     for t in range(1, 6):
         toy.step([gradients(t)])
-    waiting = {own.bucket.index: own.residual.pending for own in reducer._own if own.parts}
+    waiting = {own.bucket.index: own.residual._buffer for own in reducer._own if own.parts}
     changed: list[set[int]] = []
     before: dict[int, torch.Tensor] = {}
     reduce = reducer.reduce
@@ -345,5 +345,5 @@ def test_what_waits_is_found_while_the_last_bucket_is_on_its_way() -> None:
     sums = {n: pending + before[n] for n, pending in waiting.items()}
     toy.apply(step)
     for n, pending in waiting.items():
-        assert torch.equal(reducer._own[n].residual.pending, sums[n])
+        assert torch.equal(reducer._own[n].residual._buffer, sums[n])
         assert buckets[n].grad is pending, "the two trade places"

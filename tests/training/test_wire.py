@@ -23,6 +23,11 @@ WIRES = [
     "--grad-wire int8 --fp16 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 1024",
     "--grad-wire int8 --grad-path samo --samo-sparsity 0.5 --samo-pruning random",
     "--grad-wire bf16 --grad-path radius --radius-interval 2 --radius-start-iter 2",
+    "--grad-wire int8 --grad-path radius --radius-interval 4 --radius-start-iter 2",
+    "--grad-wire int4 --grad-path radius --radius-interval 3 --radius-schedule rolling "
+    "--radius-start-iter 2",
+    "--grad-wire int8 --grad-path samo+radius --samo-sparsity 0.5 --samo-pruning random "
+    "--radius-interval 4 --radius-start-iter 2",
 ]
 
 
@@ -83,7 +88,7 @@ def test_fewer_bits_send_fewer_bytes_and_train_alike(ranks: Ranks, tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ("--grad-wire int8 --grad-path radius", "--grad-wire-feedback false"),
+        ("--grad-wire int8 --grad-path radius --radius-residual none", "no residual to keep"),
         ("--grad-wire bf16 --grad-path topk", "in their own way"),
         ("--grad-wire bf16 --grad-path powersgd", "in their own way"),
         ("--grad-wire bf16 --bf16 --grad-reduce-in-bf16", "rounded already"),
@@ -97,7 +102,7 @@ def test_settings_that_do_not_fit_the_wire_are_refused(flags: str, text: str) ->
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("wire", ["--grad-wire int8", WIRES[3]])
+@pytest.mark.parametrize("wire", ["--grad-wire int8", WIRES[3], WIRES[5]])
 def test_what_was_rounded_off_continues_on_other_ranks(
     ranks: Ranks, tmp_path: Path, wire: str
 ) -> None:

@@ -3,8 +3,8 @@
 compute                     a step that sends nothing
 dense, radius-D, topk-D,    our gradient paths at density D, rank R, T parts or sparsity P (random
 powersgd-R, roundrobin-T,   masks); `-no-overlap` after any of them, `-rolling`, `-seeded` after
-lowrank-R+sparse-D,         radius, `-wire-bf16`, `-wire-int8` and `-wire-int4` after dense and
-samo-P, samo-P+radius-D     samo, the first of them after radius too
+lowrank-R+sparse-D,         radius, `-wire-bf16`, `-wire-int8` and `-wire-int4` after dense,
+samo-P, samo-P+radius-D     samo and radius
 compute-bf16, dense-bf16,   with parameters and gradients of 16 bit, as samo's are; `-fp32` after
 radius-D-bf16               samo leaves its numbers as those of the other rows
 ddp-4mb, ddp-25mb,          torch's DistributedDataParallel: plain with such buckets, with its
@@ -59,6 +59,7 @@ WIRE = (
     "radius-0.4",
     "radius-0.4-wire-bf16",
     "radius-0.4-bf16",
+    "radius-0.4-wire-int4",
     "radius-0.1-wire-bf16",
     "topk-0.01",
     "powersgd-4",
@@ -90,8 +91,9 @@ _GO_WITH = {
         *("dense", "radius", "topk", "powersgd", "lowrank+sparse", "roundrobin"),
         *("samo", "samo+radius"),
     ),
-    "wire-bf16": ("dense", "radius", "samo", "samo+radius"),
-    **dict.fromkeys(("wire-int8", "wire-int4"), ("dense", "samo")),
+    **dict.fromkeys(
+        ("wire-bf16", "wire-int8", "wire-int4"), ("dense", "radius", "samo", "samo+radius")
+    ),
     "bf16": (COMPUTE, "dense", "radius"),
     "fp32": ("samo", "samo+radius"),
 }
