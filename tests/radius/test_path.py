@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import GPTConfig, parse, resolve, to_yaml
+from megatron.data_parallel.bucket_plan import slice_alignment
 from megatron.errors import ConfigError
 from megatron.sparse.shard import FlatShard
 from megatron.sparse.sizes import counted_bytes
@@ -208,6 +209,8 @@ def test_parts_of_a_tensor_choose_together_what_the_whole_does(
 SHAPES: dict[str, tuple[int, ...]] = {"a": (100, 10), "b": (7, 3), "bias": (100,)}
 BUCKET = 1024 + 64
 """Entries of the matrices' bucket: slices begin at multiples of 64."""
+ALIGNED = 1024 + 128
+"""The same over a wire with blocks of 128 values."""
 
 
 @pytest.mark.parametrize(
@@ -216,8 +219,8 @@ BUCKET = 1024 + 64
         ("", {"index": 4 * 409, "residual": 4 * BUCKET, "values": 4 * 409}),
         ("--radius-residual none", {"index": 4 * 409, "residual": 0, "values": 4 * 409}),
         ("--bf16 --grad-reduce-in-bf16", {"residual": 4 * BUCKET, "values": 2 * 409}),
-        ("--grad-wire int8", {"residual": 4 * BUCKET, "wire feedback": 4 * BUCKET}),
-        ("--grad-wire int8 --radius-density 1", {"residual": 0, "wire feedback": 8 * BUCKET}),
+        ("--grad-wire int8", {"residual": 4 * ALIGNED, "wire feedback": 4 * ALIGNED}),
+        ("--grad-wire int8 --radius-density 1", {"residual": 0, "wire feedback": 8 * ALIGNED}),
         ("--radius-density 1", {"index": 0, "residual": 0, "values": 0}),
         (
             "--radius-schedule rolling --radius-interval 100",
@@ -231,8 +234,9 @@ def test_planned_bytes(
 ) -> None:
     monkeypatch.setattr("radius.index.instruction_sets", tuple)
     config = read(flags)
-    rank = rank_of(SHAPES, device=config.run.device or "cpu", ranks=2)
-    assert [bucket.numel for bucket in rank.buckets] == [128, BUCKET]
+    alignment, device = slice_alignment(config), config.run.device or "cpu"
+    rank = rank_of(SHAPES, device=device, ranks=2, alignment=alignment)
+    assert [bucket.numel for bucket in rank.buckets] == [128, 1024 + alignment]
     found = RadiusPath().plan_bytes(config, rank)
     assert {**found.kept, **found.passing} == {**found.kept, **found.passing, **expected}
     passing = {"cuda": {"values"}, "wire": {"encoded values"}}

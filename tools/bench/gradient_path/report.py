@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from megatron.errors import ConfigError, missing_extra
@@ -30,6 +31,8 @@ COLUMNS = (
 
 SAVED = "1 - t / t_dense"
 """A column of image networks, as in the SAMO paper; dense numbers are as wide as the row's."""
+TITLE_WIDTH = 40
+"""Characters of a line above a panel."""
 
 
 def as_markdown(table: GradientPathTable) -> str:
@@ -162,7 +165,7 @@ def _panel(axis: Any, table: GradientPathTable, *, named: bool) -> None:
     axis.plot(predicted, places, "|", color="black", markersize=9, label="alpha-beta")
     axis.set_yticks(places, [row.method for row in table.rows] if named else [])
     axis.invert_yaxis()
-    axis.set_title(table.title, fontsize=8)
+    axis.set_title(fill(table.title, TITLE_WIDTH), fontsize=8)
     axis.set_xlabel("ms", fontsize=8)
     axis.tick_params(labelsize=7)
 

@@ -83,14 +83,18 @@ def _bytes(each: GradientPathTable) -> list[SpeedTarget]:
 
 
 def _stored(each: GradientPathTable) -> list[SpeedTarget]:
-    """Return the targets that SAMO's bytes over dense bytes of the same width are f."""
+    """Return the targets that SAMO's bytes over dense bytes of the same width are f.
+
+    A dense row of the same width is best, since both leave the norms of an image network in fp32.
+    """
     found: list[SpeedTarget] = []
     for name, share in each.stored.items():
         kind = method(name)
-        if kind.resamples or not each.has("dense"):
+        base = next((b for b in ("dense-bf16", "dense") if each.has(b)), None)
+        if kind.resamples or base is None:
             continue
-        row, dense = each[name], each["dense"]
-        bits = kind.entry_bytes / method("dense").entry_bytes
+        row, dense = each[name], each[base]
+        bits = kind.entry_bytes / method(base).entry_bytes
         pairs = [("sends", row.bytes_sent, dense.bytes_sent, BYTES_WITHIN)]
         if row.counted and row.counted > LEAST_COUNTED:
             pairs += [("is counted at", row.counted, dense.counted, COUNTED_WITHIN)]
