@@ -34,7 +34,17 @@ def test_a_page_begins_with_its_question_and_what_was_found(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["convergence", "gradient_path", "rolling", "samo_path", "time_to_loss"]
+    "name",
+    [
+        "convergence",
+        "gradient_path",
+        "loss_by_bytes",
+        "rolling",
+        "samo_path",
+        "samo_vision",
+        "time_to_loss",
+        "wire",
+    ],
 )
 def test_savings_are_told_beside_dense_gradients_of_16_bits(name: str) -> None:
     """A path that sends fp32 values competes with a flag that halves the bytes of dense."""

@@ -74,6 +74,4 @@ def local(steps: int, *, wire: str = "") -> StudyRun:
     if wire:
         flags += [("grad-wire", wire)]
     name = "_".join(["diloco", f"{steps}", *([wire] if wire else [])])
-    return StudyRun(
-        variant=name, seed=1, start=START, path="diloco", flags=tuple(flags), ranks=2
-    )
+    return StudyRun(variant=name, seed=1, start=START, path="diloco", flags=tuple(flags), ranks=2)
