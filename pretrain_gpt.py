@@ -12,6 +12,7 @@ from megatron.data_parallel.gradient_path import GradientPath
 from megatron.data_parallel.local_steps import DilocoPath
 from megatron.pretrain import leave, pretrain
 from megatron.tasks.gpt import GPTTask
+from radius.baselines.demo import DeMoPath
 from radius.baselines.lowrank_sparse_path import LowRankSparsePath
 from radius.baselines.powersgd_path import PowerSGDPath
 from radius.baselines.roundrobin import RoundRobinPath
@@ -40,6 +41,7 @@ GRADIENT_PATHS: dict[str, GradientPath] = {
         PowerSGDPath(),
         LowRankSparsePath(),
         RoundRobinPath(),
+        DeMoPath(),
         DilocoPath(),
     )
 }

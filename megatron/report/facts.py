@@ -27,7 +27,7 @@ _CONFIG_KEYS = (
     "pipeline_model_parallel_size", "seed", "data_path", "tokenizer_type",
 )  # fmt: skip
 _PATH_PREFIXES = (
-    "radius_", "samo_", "dsr_", "topk_", "powersgd_", "lowrank_", "roundrobin_"
+    "radius_", "samo_", "dsr_", "topk_", "powersgd_", "lowrank_", "roundrobin_", "demo_"
 )  # fmt: skip
 
 

@@ -52,15 +52,17 @@ RESIDUAL_BYTES = 8
 FACTOR_BYTES = 4
 POSITION_BYTES = 4
 """Bytes of a position in a message, an int32."""
+ALIGNED_BYTES = 4
+"""Bytes of the widest number in a message."""
 
 
-def message_bytes(entries: int, value_bytes: int) -> int:
+def message_bytes(entries: int, value_bytes: int, position_bytes: int = POSITION_BYTES) -> int:
     """Return the bytes of a message of positions and values.
 
-    The message is padded so that the positions of the next rank's message are aligned.
+    The message is padded so that the numbers of the next rank's message are aligned.
     """
-    used = entries * (POSITION_BYTES + value_bytes)
-    return -(-used // POSITION_BYTES) * POSITION_BYTES
+    used = entries * (position_bytes + value_bytes)
+    return -(-used // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def gathered_bytes(message: int, ranks: int) -> int:

@@ -14,6 +14,11 @@ def _has_two_ranks(config: Any) -> bool:
     return options.powersgd_rank != FactorRank.rank and options.powersgd_rank_share is not None
 
 
+def _takes_sign(config: Any) -> bool:
+    """Return whether the optimizer gets DeMo's sign."""
+    return config.extensions["demo"].demo_sign
+
+
 BASELINE_PAIRS: tuple[RefusedPair, ...] = (
     RefusedPair(
         name="grad_wire",
@@ -61,3 +66,35 @@ ROUNDROBIN_PAIRS: tuple[RefusedPair, ...] = (
     ),
 )
 """Pairs of `--grad-path roundrobin`."""
+
+DEMO_PAIRS: tuple[RefusedPair, ...] = (
+    *BASELINE_PAIRS,
+    RefusedPair(
+        name="demo_sign with optimizer adam",
+        holds=lambda c: _takes_sign(c) and c.optimizer.optimizer != "sgd",
+        reason="Adam would divide signs by the root of their mean square, which is about 1",
+        instead="give --optimizer sgd --sgd-momentum 0 --clip-grad 0, or --demo-sign false",
+    ),
+    RefusedPair(
+        name="demo_sign with sgd_momentum",
+        holds=lambda c: (
+            _takes_sign(c) and c.optimizer.optimizer == "sgd" and c.optimizer.sgd_momentum != 0
+        ),
+        reason="DeMo has a momentum of its own, and the sign is the update",
+        instead="give --sgd-momentum 0, or --demo-sign false",
+    ),
+    RefusedPair(
+        name="demo_sign with clip_grad",
+        holds=lambda c: _takes_sign(c) and c.optimizer.clip_grad > 0,
+        reason="a sign has no length to clip, and the norm is that of the mean before the sign",
+        instead="give --clip-grad 0, or --demo-sign false",
+    ),
+    RefusedPair(
+        name="grad_path demo with fp16 without accumulate_allreduce_grads_in_fp32",
+        holds=lambda c: c.precision.grad_dtype == "float16",
+        reason="a coefficient sums a chunk of the momentum of many steps times the loss scale, "
+        "which overflows in 16 bit however far the scale falls",
+        instead="give --accumulate-allreduce-grads-in-fp32, or another --grad-path",
+    ),
+)
+"""Pairs of `--grad-path demo`."""

@@ -113,6 +113,9 @@ def test_messages_are_the_bytes_each_method_sends() -> None:
     assert _seconds("lowrank-4+sparse-0.01") == pytest.approx([*wanted, pairs, pairs])
     eighth = SLOW.all_reduce(matrix / 8)
     assert _seconds("roundrobin-8") == pytest.approx([eighth, whole[1], eighth, vote])
+    # 64 chunks of at most 64 x 64 in both matrices, fp32 values and 16-bit positions.
+    chunks = SLOW.all_gather(64 * 32 * (4 + 2))
+    assert _seconds("demo-32") == pytest.approx([chunks, whole[1], chunks, vote])
     hook = [SLOW.all_reduce(n) for n in (vector, 4 * 4 * 1500, 4 * 4 * 750)]
     assert _seconds("ddp-powersgd-4") == pytest.approx(hook)
     assert _seconds("ddp-4mb") == [SLOW.all_reduce(2 * matrix + vector)]
@@ -146,6 +149,8 @@ def test_variants_become_flags() -> None:
     assert method("lowrank-4+sparse-0.01").flags == ("--grad-path", "lowrank+sparse", *both)
     turns = ("--grad-path", "roundrobin", "--roundrobin-interval", "8")
     assert method("roundrobin-8").flags == turns
+    mean = ("--grad-path", "demo", "--demo-k", "32", "--demo-sign", "false")
+    assert method("demo-32").flags == mean
     assert not method("dense-no-overlap").overlap
     assert method("radius-0.4-wire-bf16").flags[-2:] == ("--grad-wire", "bf16")
     widths = {"": 4, "-bf16": 2, "-wire-bf16": 2, "-wire-int8": 1 + 2 / 128, "-wire-int4": 66 / 128}

@@ -48,6 +48,8 @@ class PathCase:
     """A gradient path with the settings it is tested under. `lossless`: it sends everything, so
     the reduced gradient is the whole mean; else residuals make up for the rest. `linear`: what it
     sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other.
+    `conserves`: the reduced gradient is the mean of what left the residuals; DeMo's decay forgets a
+    part of them and its sign keeps no sizes, so the sums of contracts 2 and 3 hold without both.
     `sharded`: with `--use-distributed-optimizer`; `offloaded`: with `--optimizer-cpu-offload`, so
     that steps arrive bucket by bucket; `predivided`: with `--predivide-loss`, which is up to who
     makes the gradients; `wire`: `--grad-wire`; `local`: its ranks are replicas that take local
@@ -58,6 +60,7 @@ class PathCase:
     options: dict[str, Any] = field(default_factory=dict)
     lossless: bool = True
     linear: bool = True
+    conserves: bool = True
     sharded: bool = False
     offloaded: bool = False
     predivided: bool = False
@@ -78,6 +81,8 @@ RANDOM = {"samo_sparsity": 0.5, "samo_pruning": "random"}
 EARLY_BIRD = {"samo_pruning": "early-bird", "samo_sparsity": 0.5, "samo_early_bird_distance": 1.0}
 """Settings of an early-bird ticket that is the fifth draw."""
 LOWRANK = {"lowrank_rank": 2, "lowrank_density": 0.02}
+DEMO = {"demo_chunk": 16, "demo_k": 8, "demo_decay": 1.0, "demo_sign": False}
+"""Settings under which DeMo keeps all that it does not send."""
 DSR = {"dsr_interval": 2, "dsr_fraction": 0.1, "dsr_threshold": 0.1, "dsr_until": 95}
 FRAGMENTS = {"local_steps": 9, "local_fragments": 3, "outer_lr": 1.0, "outer_momentum": 0.0}
 """The outer step is a mean of weights, as one dense step is of replicas with equal gradients."""
@@ -146,6 +151,9 @@ PATHS = [
     PathCase("powersgd", {"powersgd_rank_share": 0.15}, lossless=False, linear=False),
     PathCase("lowrank+sparse", LOWRANK, lossless=False, linear=False),
     PathCase("roundrobin", {"roundrobin_interval": 3}, lossless=False),
+    # Each rank selects coefficients of its own momentum.
+    PathCase("demo", DEMO, lossless=False, linear=False),
+    PathCase("demo", lossless=False, linear=False, conserves=False),
     PathCase("diloco", {"local_steps": 4}, linear=False, local=True),
     PathCase("diloco", FRAGMENTS, linear=False, local=True),
     PathCase("diloco", {"local_steps": 4}, linear=False, local=True, wire="int8"),

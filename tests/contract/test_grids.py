@@ -27,7 +27,7 @@ from tests.contract.grid import (
     on_grid,
     world_of,
 )
-from tests.contract.harness import LOWRANK, SHORT, PathCase
+from tests.contract.harness import DEMO, LOWRANK, SHORT, PathCase
 from tests.ranks import Ranks
 
 STEPS = 14
@@ -236,6 +236,8 @@ def on_rank_baseline(groups: ProcessGroups, case: PathCase, folder: Path) -> Any
         PathCase("powersgd", {"powersgd_rank_share": 0.15}),
         PathCase("lowrank+sparse", LOWRANK),
         IN_TURNS,
+        PathCase("demo", DEMO),
+        PathCase("demo"),
     ],
     ids=str,
 )

@@ -37,6 +37,8 @@ RUNS = {
     "powersgd": "--grad-path powersgd --powersgd-rank 2 --powersgd-start-iter 2",
     "lowrank-sparse": "--grad-path lowrank+sparse --lowrank-rank 2 --lowrank-start-iter 2",
     "roundrobin": "--grad-path roundrobin --roundrobin-interval 3 --roundrobin-start-iter 2",
+    "demo": "--grad-path demo --demo-chunk 8 --demo-k 4 --demo-start-iter 2 --lr 1e-2 "
+    "--optimizer sgd --sgd-momentum 0 --clip-grad 0",
     "diloco": "--grad-path diloco --local-steps 5",
     "zero": "--use-distributed-optimizer",
     "offload": "--bf16 --optimizer-cpu-offload --offload-bucket-size 500",

@@ -34,7 +34,7 @@ from tests.frozen.cases import (
 from tests.ranks import Ranks
 
 EXPECTED: Expected = json.loads(TABLE.read_text(encoding="utf-8"))
-BY_RANK = ("topk", "powersgd", "lowrank-sparse", "diloco")
+BY_RANK = ("topk", "powersgd", "lowrank-sparse", "demo", "diloco")
 """Each rank compresses its own gradient or takes steps of its own, so that losses depend on the
 number of ranks."""
 

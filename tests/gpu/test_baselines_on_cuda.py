@@ -7,6 +7,7 @@ import torch
 from megatron.data_parallel.exchange import Exchange
 from megatron.parallel.groups import Group
 from megatron.sparse.selection import largest
+from radius.baselines.demo import DeMoConfig, DeMoReducer
 from radius.baselines.feedback import FeedbackReducer
 from radius.baselines.powersgd import PowerSGDReducer
 from radius.baselines.topk import TopKReducer
@@ -41,6 +42,17 @@ def test_powersgd_is_the_same_but_for_rounding(device: torch.device) -> None:
     again = _states(PowerSGDReducer(infos, Exchange(ALONE), rank=4, seed=1), device, torch.float32)
     for name in here:
         torch.testing.assert_close(there[name], here[name], rtol=1e-2, atol=1e-2)
+        assert torch.equal(there[name], again[name])
+
+
+def test_demo_is_the_same_but_for_rounding(device: torch.device) -> None:
+    infos, options = infos_of(SHAPES), DeMoConfig(demo_chunk=16, demo_k=8, demo_sign=False)
+    there, again, here = (
+        _states(DeMoReducer(infos, Exchange(ALONE), options), each, torch.float32)
+        for each in (device, device, torch.device("cpu"))
+    )
+    for name in here:
+        torch.testing.assert_close(there[name], here[name], rtol=0, atol=1e-4)
         assert torch.equal(there[name], again[name])
 
 

@@ -44,6 +44,7 @@ CASES = {
     "powersgd": (2, 1, f"{WET} --grad-path powersgd --powersgd-rank 2", (3,)),
     "lowrank+sparse": (2, 1, f"{WET} --grad-path lowrank+sparse --lowrank-rank 2", (0,)),
     "roundrobin": (2, 1, f"{WET} --grad-path roundrobin --roundrobin-interval 2", (3,)),
+    "demo": (2, 1, f"{WET} --grad-path demo --demo-k 8 --demo-sign false", (0,)),
 }
 """Cases of 4 ranks, 2 of which are data-parallel where `pp` times `tp` is 2."""
 WORLD = 4

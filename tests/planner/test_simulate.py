@@ -82,6 +82,7 @@ def over(step: SimulatedStep) -> float:
             "--grad-path topk",
             "--grad-path lowrank+sparse",
             "--grad-path roundrobin",
+            "--grad-path demo --optimizer sgd --sgd-momentum 0 --clip-grad 0",
             "--use-distributed-optimizer",
             "--optimizer-cpu-offload --offload-bucket-size 2048 --clip-grad 0",
             "--optimizer-cpu-offload --offload-bucket-size 512 --clip-grad 0 --optimizer sgd",

@@ -73,6 +73,9 @@ CASES = {
     "roundrobin": (4, f"--grad-path roundrobin --roundrobin-interval 3 {PP} "
                    "--roundrobin-start-iter 2"),
     "roundrobin cut": (4, f"--grad-path roundrobin --roundrobin-interval 5 --bf16 {TP}"),
+    "demo": (4, f"--grad-path demo --demo-sign false --demo-k 5 {PP} --demo-start-iter 2"),
+    "demo cut": (4, "--grad-path demo --demo-chunk 6 --optimizer sgd --sgd-momentum 0 "
+                 f"--clip-grad 0 --bf16 --grad-reduce-in-bf16 {TP}"),
     "lowrank": (4, f"--grad-path lowrank+sparse --lowrank-rank 2 {PP} --lowrank-start-iter 2"),
     "lowrank cut": (4, f"--grad-path lowrank+sparse --bf16 --grad-reduce-in-bf16 {TP}"),
 }  # fmt: skip
@@ -164,7 +167,7 @@ def _compare_traffic(
     else:
         # One case stops half way, for its ticket is drawn at the end; its steps are all alike.
         assert sent[: len(found["sent"])] == sorted(found["sent"])
-    reducers = ("radius", "rolling", "topk", "powersgd", "lowrank", "roundrobin")
+    reducers = ("radius", "rolling", "topk", "powersgd", "lowrank", "roundrobin", "demo")
     # A resample counts magnitudes over the ranks that share a tensor.
     slack = 10**7 if case == "radius cut" else QUESTIONS if case.startswith(reducers) else 0
     for name, wanted in (("bytes_tp", plan.tp), ("bytes_pp", plan.pp)):
@@ -182,6 +185,7 @@ def _compare_traffic(
         "powersgd --powersgd-rank 2",
         "lowrank+sparse --lowrank-rank 2",
         "roundrobin --roundrobin-interval 4",
+        "demo --demo-k 8 --optimizer sgd --sgd-momentum 0 --clip-grad 0",
     ],
 )
 def test_a_checkpoint_is_as_large_as_planned(ranks: Ranks, tmp_path: Path, path: str) -> None:

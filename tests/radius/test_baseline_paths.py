@@ -12,6 +12,7 @@ from megatron.data_parallel.exchange import Exchange
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group, ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
+from radius.baselines.demo import DeMoConfig, DeMoReducer
 from radius.baselines.lowrank_sparse import LowRankSparseReducer
 from radius.baselines.lowrank_sparse_path import LowRankSparseConfig
 from radius.baselines.powersgd import WARM_START, PowerSGDReducer
@@ -158,6 +159,10 @@ def test_planned_bytes_are_those_allocated(precision: str) -> None:
             RoundRobinReducer(infos, Exchange(alone), interval=3),
         ),
         (
+            "demo --demo-sign false",
+            DeMoReducer(infos, Exchange(alone), DeMoConfig(demo_sign=False)),
+        ),
+        (
             "roundrobin --roundrobin-interval 1",
             RoundRobinReducer(infos, Exchange(alone), interval=1),
         ),
@@ -185,6 +190,7 @@ STARTING_LATE = [
     PathCase("powersgd", {"powersgd_rank": 2, "powersgd_start_iter": 5}),
     PathCase("lowrank+sparse", {"lowrank_rank": 2, "lowrank_start_iter": 5}),
     PathCase("roundrobin", {"roundrobin_interval": 3, "roundrobin_start_iter": 5}),
+    PathCase("demo", {"demo_chunk": 16, "demo_k": 8, "demo_start_iter": 5}),
 ]
 
 
@@ -201,6 +207,8 @@ FLAGS = {
     "powersgd": "--grad-path powersgd --powersgd-rank 2 --powersgd-start-iter 3",
     "lowrank+sparse": "--grad-path lowrank+sparse --lowrank-rank 2 --lowrank-start-iter 3",
     "roundrobin": "--grad-path roundrobin --roundrobin-interval 3 --roundrobin-start-iter 3",
+    "demo": "--grad-path demo --demo-k 32 --demo-start-iter 3 "
+    "--optimizer sgd --sgd-momentum 0 --clip-grad 0",
 }
 
 
@@ -210,6 +218,8 @@ def test_a_run_that_is_left_and_resumed_is_the_one_that_was_not(
     ranks: Ranks, path: str, precision: str, tmp_path: Path
 ) -> None:
     scale = "--initial-loss-scale 64" if precision == "--fp16" else ""
+    if precision == "--fp16" and path == "demo":
+        scale += " --accumulate-allreduce-grads-in-fp32"
     flags = f"{TINY} {NO_DROPOUT} {FLAGS[path]} {precision} {scale}"
     through = ranks.run(2, train, flags, tmp_path / "through")
     for step in (2, 5):

@@ -26,6 +26,7 @@ PATHS = {
     "powersgd": "--powersgd-rank 2",
     "lowrank+sparse": "--lowrank-rank 2",
     "roundrobin": "--roundrobin-interval 3",
+    "demo": "--demo-k 8 --optimizer sgd --sgd-momentum 0 --clip-grad 0",
     "diloco": "--local-steps 2",
 }
 FLAGS = {name: f"{TINY} --grad-path {name} {more}" for name, more in PATHS.items()}

@@ -467,6 +467,7 @@ PAIRS = (
     "--max-position-embeddings=8",
     "--samo-sparsity=0.5", "--radius-density=0.5", "--topk-density=0.5", "--powersgd-rank=2",
     "--powersgd-rank-share=0.5", "--lowrank-density=0.5", "--roundrobin-interval=2",
+    "--demo-k=4", "--grad-path=demo",
     "--grad-path=samo --samo-pruning=file", "--grad-path=samo --samo-mask-file=x",
     "--grad-path=radius --radius-start-iter=1 --radius-start-fraction=0.5",
     "--use-checkpoint-args", "--split=1,2,x", "--split=0,0,0", "--split=nan,1,1", "--split=1",

@@ -52,6 +52,7 @@ PATHS = {
     "powersgd": "",
     "lowrank+sparse": "",
     "roundrobin": "--roundrobin-interval 2",
+    "demo": "--demo-sign false",
 }
 """Flags of each gradient path."""
 

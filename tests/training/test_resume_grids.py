@@ -28,6 +28,7 @@ PATHS = {
     "powersgd": "--powersgd-rank 2",
     "lowrank+sparse": "--lowrank-rank 2",
     "roundrobin": "--roundrobin-interval 3",
+    "demo": "--demo-chunk 8 --demo-k 4 --optimizer sgd --sgd-momentum 0 --clip-grad 0",
 }
 
 

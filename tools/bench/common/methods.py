@@ -1,10 +1,10 @@
 """The rows of the gradient-path benchmark by name, and the flags or the DDP settings behind them.
 
 compute                     a step that sends nothing
-dense, radius-D, topk-D,    our gradient paths at density D, rank R, T parts or sparsity P (random
-powersgd-R, roundrobin-T,   masks); `-no-overlap` after any of them, `-rolling`, `-seeded` after
-lowrank-R+sparse-D,         radius, `-wire-bf16`, `-wire-int8` and `-wire-int4` after dense,
-samo-P, samo-P+radius-D     samo and radius
+dense, radius-D, topk-D,    our gradient paths at density D, rank R, T parts, K coefficients of a
+powersgd-R, roundrobin-T,   chunk (the mean without its sign) or sparsity P (random masks);
+demo-K, lowrank-R+sparse-D, `-no-overlap` after any of them, `-rolling`, `-seeded` after radius,
+samo-P, samo-P+radius-D     `-wire-bf16`, `-wire-int8` and `-wire-int4` after dense, samo and radius
 compute-bf16, dense-bf16,   with parameters and gradients of 16 bit, as samo's are; `-fp32` after
 radius-D-bf16               samo leaves its numbers as those of the other rows
 ddp-4mb, ddp-25mb,          torch's DistributedDataParallel: plain with such buckets, with its
@@ -31,6 +31,7 @@ DEFAULT = (
     *(f"powersgd-{rank}" for rank in (4, 32)),
     "lowrank-4+sparse-0.01",
     "roundrobin-8",
+    "demo-32",
     "ddp-4mb",
     "ddp-25mb",
     "ddp-fp16",
@@ -72,7 +73,8 @@ _NUMBER = r"\d+(?:\.\d+)?"
 _OURS = re.compile(
     rf"(?P<path>compute|dense|radius-(?P<density>{_NUMBER})|topk-(?P<top>{_NUMBER})"
     rf"|powersgd-(?P<rank>\d+)|lowrank-(?P<factors>\d+)\+sparse-(?P<entries>{_NUMBER})"
-    rf"|roundrobin-(?P<parts>\d+)|samo-(?P<sparsity>{_NUMBER})(\+radius-(?P<kept>{_NUMBER}))?)"
+    rf"|roundrobin-(?P<parts>\d+)|demo-(?P<coefficients>\d+)"
+    rf"|samo-(?P<sparsity>{_NUMBER})(\+radius-(?P<kept>{_NUMBER}))?)"
     r"(?P<variants>(-(rolling|seeded|no-overlap|wire-bf16|wire-int8|wire-int4|bf16|fp32))*)"
 )
 _DDP = re.compile(r"ddp-(?:(?P<mb>\d+)mb|(?P<fp16>fp16)|powersgd-(?P<rank>\d+))")
@@ -88,7 +90,7 @@ _VARIANTS = {
 _GO_WITH = {
     **dict.fromkeys(("rolling", "seeded"), ("radius", "samo+radius")),
     "no-overlap": (
-        *("dense", "radius", "topk", "powersgd", "lowrank+sparse", "roundrobin"),
+        *("dense", "radius", "topk", "powersgd", "lowrank+sparse", "roundrobin", "demo"),
         *("samo", "samo+radius"),
     ),
     **dict.fromkeys(
@@ -105,8 +107,8 @@ class Method:
 
     `kind` is compute, ddp, or the value of `--grad-path` (ours). `density` belongs to radius, topk
     and lowrank+sparse, `rank` to the latter and PowerSGD (ours or DDP's), `parts` to roundrobin,
-    and `sparsity` to samo's masks. `bucket_mb` None means DDP's default. `wire`: the value of
-    `--grad-wire`.
+    `coefficients` of a chunk to demo, and `sparsity` to samo's masks. `bucket_mb` None means DDP's
+    default. `wire`: the value of `--grad-wire`.
     """
 
     name: str
@@ -115,6 +117,7 @@ class Method:
     density: float = 1.0
     rank: int = 0
     parts: int = 1
+    coefficients: int = 0
     sparsity: Fraction = Fraction(0)
     overlap: bool = True
     bucket_mb: int | None = None
@@ -184,6 +187,8 @@ def _ours(name: str, found: re.Match[str], interval: int) -> Method:
         flags += ["--lowrank-rank", found["factors"], "--lowrank-density", density]
     elif kind == "roundrobin":
         flags += ["--roundrobin-interval", found["parts"]]
+    elif kind == "demo":
+        flags += ["--demo-k", found["coefficients"], "--demo-sign", "false"]
     for variant in variants:
         flags += _VARIANTS[variant]
     return Method(
@@ -193,6 +198,7 @@ def _ours(name: str, found: re.Match[str], interval: int) -> Method:
         density=float(density or 1.0),
         rank=int(found["rank"] or found["factors"] or 0),
         parts=int(found["parts"] or 1),
+        coefficients=int(found["coefficients"] or 0),
         sparsity=Fraction(found["sparsity"] or 0),
         overlap="no-overlap" not in variants,
         wire=next((v.removeprefix("wire-") for v in variants if v.startswith("wire-")), None),

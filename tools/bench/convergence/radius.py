@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tools.bench.convergence.study import DENSE, EARLY, SEEDS, START, Flag, StudyRun, checked
 
-MOST_RUNS = 42
+MOST_RUNS = 44
 INTERVAL = 50
 LOWRANK = (("lowrank-rank", "4"), ("lowrank-density", "0.01"))
 """Flags of the declared run of `lowrank+sparse`, its defaults."""
@@ -33,6 +33,7 @@ def study() -> tuple[StudyRun, ...]:
     runs += [baseline("powersgd", "powersgd_4", [("powersgd-rank", "4")])]
     runs += [baseline("lowrank+sparse", "lowrank_4_0.01", LOWRANK)]
     runs += [in_turns(8)]
+    runs += [baseline("demo", "demo_32-mean", [("demo-sign", "false")]), demo(32)]
     return checked(runs, most=MOST_RUNS)
 
 
@@ -102,4 +103,20 @@ def in_turns(interval: int) -> StudyRun:
         start=START,
         path="roundrobin",
         flags=(("roundrobin-interval", f"{interval}"),),
+    )
+
+
+def demo(k: int) -> StudyRun:
+    """Return DeMo with the sign, from the beginning: its optimizer cannot continue AdamW's run."""
+    return StudyRun(
+        variant=f"demo_{k}",
+        seed=SEEDS[0],
+        path="demo",
+        flags=(
+            ("demo-k", f"{k}"),
+            ("optimizer", "sgd"),
+            ("sgd-momentum", "0"),
+            ("clip-grad", "0"),
+        ),
+        ranks=4,
     )

@@ -94,12 +94,12 @@ def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
 
 def _preface(plan: Mapping[str, Any]) -> str:
     return (
-        f"{size_of(plan)} Every run but the dense ones is forked from "
-        "the dense run of its seed and beta2, at 20 % of the steps unless said. Runs of one seed "
-        "see the same batches. T is in steps; an interval in a name is that of a run of "
-        f"{REFERENCE_STEPS:,}. Payload: bytes sent over those of a dense fp32 step, mean and "
-        "largest of the steps after the fork. Clipped: share of the steps whose gradient norm was "
-        f"above 1. {gap_and_error(plan)}"
+        f"{size_of(plan)} Every run but the dense ones, and demo 32, which takes steps of plain "
+        "SGD from the beginning, is forked from the dense run of its seed and beta2, at 20 % of "
+        "the steps unless said. Runs of one seed see the same batches. T is in steps; an interval "
+        f"in a name is that of a run of {REFERENCE_STEPS:,}. Payload: bytes sent over those of a "
+        "dense fp32 step, mean and largest of the steps after the fork. Clipped: share of the "
+        f"steps whose gradient norm was above 1. {gap_and_error(plan)}"
     )
 
 

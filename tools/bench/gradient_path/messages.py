@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.data_parallel.bucket import ALIGNMENT
+from radius.baselines.demo import ChunkGrid, DeMoConfig
 from tools.bench.common.alpha_beta import AlphaBetaLink, AlphaBetaMessage, greedy_buckets
 from tools.bench.common.methods import COMPUTE, Method
 
-FP32, POSITION = 4, 4
+FP32, POSITION, SHORT_POSITION = 4, 4, 2
 VOTE = 32
 """Bytes of the vote."""
 MIB = 1 << 20
@@ -114,6 +115,10 @@ def _bucket(
         seconds = link.all_gather(_pairs(method, sizes, names))
     elif method.kind == "roundrobin":
         seconds = link.all_reduce(sizes.bytes_of(names) / method.parts)
+    elif method.kind == "demo":
+        options = DeMoConfig(demo_k=method.coefficients)
+        sent = sum(ChunkGrid.of(sizes.shapes[name], options).sent for name in names)
+        seconds = link.all_gather((FP32 + SHORT_POSITION) * sent)
     else:
         rows = sum(sizes.shapes[n][0] for n in names if _is_smaller(method, sizes.shapes[n]))
         whole = [n for n in names if not _is_smaller(method, sizes.shapes[n])]
