@@ -72,6 +72,11 @@ SINGLE = (
     GoldenCase(name="fp16", ranks=2, flags="--fp16 --initial-loss-scale 65536"),
     GoldenCase(name="ZeRO-1", ranks=2, flags="--use-distributed-optimizer"),
     GoldenCase(name="ZeRO-1, int8", ranks=2, flags="--use-distributed-optimizer --grad-wire int8"),
+    GoldenCase(
+        name="diloco, topk",
+        ranks=2,
+        flags=f"{PATHS['diloco']} --outer-compression topk --outer-topk-chunk 512",
+    ),
     GoldenCase(name="radius best", ranks=2, flags=f"{_RADIUS} --radius-preset best"),
     GoldenCase(
         name="radius best, int4",

@@ -21,6 +21,11 @@ _LATER: dict[str, Any] = {
 }
 """Settings that older checkpoints do not have, with the values that these were trained with."""
 _ADDED = {
+    "diloco.outer_compression": ("none",),
+    "diloco.outer_topk_chunk": (4096,),
+    "diloco.outer_topk_k": (64,),
+    "diloco.outer_decay": (0.95,),
+    "diloco.outer_values": ("2bit",),
     "gradient.grad_wire": (None,),
     "gradient.keeps_rounding": (False,),
     "powersgd.powersgd_rank_share": (None,),

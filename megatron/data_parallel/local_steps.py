@@ -2,6 +2,8 @@
 
 Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", and
 Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", for fragments.
+Sarfi et al. 2025, "Communication Efficient LLM Pre-training with SparseLoCo", for
+`--outer-compression topk`.
 
 A replica is a copy of the model, on one or on several tensor- and pipeline-parallel ranks. This
 file has settings and planned bytes, and loads no torch; `outer_step` has the reducer.
@@ -11,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron.config import RefusedPair, at_least, option, section
-from megatron.config.fields import ValueRange
+from megatron.config.fields import ValueRange, between
 from megatron.config.rules import nearest_multiples
 from megatron.data_parallel.bucket_plan import (
+    BucketPlan,
     PathBytes,
     PlannedCollective,
     RankShapes,
@@ -26,6 +29,7 @@ from megatron.data_parallel.bucket_plan import (
 )
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.data_parallel.rounds import Rounds
+from megatron.data_parallel.wire_format import TopKCompression
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
     from megatron.data_parallel.exchange import Exchange
     from megatron.data_parallel.outer_step import LocalReducer
     from megatron.parallel.groups import ProcessGroups
+
+
+LARGEST_CHUNK = 1 << 15
+"""Number of entries of a chunk whose positions are 16-bit integers."""
 
 
 @section
@@ -63,6 +71,45 @@ class DilocoConfig:
         "sent at a time.",
         within=at_least(1),
     )
+    outer_compression: Literal["none", "topk"] = option(
+        default="none",
+        help="none: average the whole change of each copy; topk (SparseLoCo): average the largest "
+        "entries of the change of each matrix, add the others to the next change, and set "
+        "outer_momentum to 0 unless it is given.",
+    )
+    outer_topk_chunk: int = option(
+        default=4096,
+        help="Consecutive entries of which outer_compression topk sends the largest.",
+        within=between(1, LARGEST_CHUNK),
+    )
+    outer_topk_k: int = option(
+        default=64,
+        help="Entries that outer_compression topk sends of each chunk.",
+        within=at_least(1),
+    )
+    outer_decay: float = option(
+        default=0.95,
+        help="Factor by which outer_compression topk multiplies, in each round, what earlier "
+        "rounds did not send.",
+        within=between(0, 1),
+    )
+    outer_values: Literal["fp32", "bf16", "int8", "int4", "2bit"] = option(
+        default="2bit",
+        help="Format of the values that outer_compression topk sends; int8, int4 and 2bit have "
+        "scales for each 128 values.",
+    )
+
+    @property
+    def compression(self) -> TopKCompression | None:
+        """The entries of matrices that are sent, and their format; None for all entries."""
+        if self.outer_compression == "none":
+            return None
+        return TopKCompression(
+            chunk=self.outer_topk_chunk,
+            k=self.outer_topk_k,
+            values=self.outer_values,
+            decay=self.outer_decay,
+        )
 
 
 def _pair(name: str, holds: Callable[[Config], object], reason: str, instead: str) -> RefusedPair:
@@ -83,6 +130,12 @@ DILOCO_PAIRS: tuple[RefusedPair, ...] = (
         "replicas are saved in fp32",
         "drop them",
     ),
+    _pair(
+        "outer_compression topk with grad_wire",
+        lambda c: _options(c).outer_compression == "topk" and c.gradient.grad_wire is not None,
+        "a message of the largest entries has a format of its own",
+        "give --outer-values, and drop --grad-wire",
+    ),
 )
 """Refused pairs of `--grad-path diloco`, for its check and for `--help-compat`."""
 
@@ -93,6 +146,7 @@ class DilocoPath(GradientPath):
     name = "diloco"
     sections = {"diloco": DilocoConfig}
     refused_pairs = DILOCO_PAIRS
+    presets = {"outer_compression": {"topk": {"outer_momentum": 0.0}}}
 
     def check(self, config: Config) -> None:
         options = _options(config)
@@ -101,6 +155,12 @@ class DilocoPath(GradientPath):
                 f"local_fragments {options.local_fragments} is more than local_steps "
                 f"{options.local_steps}, so that fragments would share a turn; give at most "
                 f"--local-fragments {options.local_steps}"
+            )
+        compression = options.compression
+        if compression is not None and compression.k > compression.chunk:
+            raise ConfigError(
+                f"outer_topk_k {compression.k} is more than outer_topk_chunk {compression.chunk}; "
+                f"give at most --outer-topk-k {compression.chunk}"
             )
         evaluation = config.evaluation
         intervals = {
@@ -133,26 +193,28 @@ class DilocoPath(GradientPath):
             rounds=_rounds(config),
             outer=OuterSGD(lr=options.outer_lr, momentum=options.outer_momentum),
             entries={info.name: info.local_entries for info in infos},
+            compression=options.compression,
             keeps_rounding=config.gradient.keeps_rounding,
             copies=groups.tp,
         )
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """Return the bytes of anchor, outer momentum and differences, and of the wire.
+        """Return the bytes of anchor, outer momentum and differences, and of what is sent of these.
 
         In a checkpoint each replica has its moments and, inside a round, its weights.
         """
-        wire = plan_wire(config, rank)
+        compression = _options(config).compression
+        sent = plan_wire(config, rank) if compression is None else _messages(compression, rank)
         size = 4 * sum(bucket.numel for bucket in rank.buckets)
         momentum = size if _options(config).outer_momentum else 0
         # fp32 gradients are consumed by then, and differences take their memory.
         differences = 0 if config.precision.grad_dtype == "float32" else size
         return dataclasses.replace(
-            wire,
-            kept={**wire.kept, "anchor": size, "outer momentum": momentum},
-            passing={**wire.passing, "differences": differences},
+            sent,
+            kept={**sent.kept, "anchor": size, "outer momentum": momentum},
+            passing={**sent.passing, "differences": differences},
             shared=momentum,
-            own=wire.own + size * (1 + config.optimizer.num_moments),
+            own=sent.own + size * (1 + config.optimizer.num_moments),
         )
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
@@ -160,19 +222,43 @@ class DilocoPath(GradientPath):
         rounds, count = _rounds(config), len(rank.buckets)
         found: list[StepTraffic] = []
         for ended, steps in sorted(rounds.counts().items()):
-            sent: list[PlannedCollective] = []
-            for number, bucket in enumerate(rank.buckets):
-                entries = bucket.numel if rounds.fragment_of(number, count) in ended else 0
-                nbytes = payload(
-                    bucket,
-                    entries,
-                    ranks=rank.ranks,
-                    grad_bytes=4,
-                    wire=config.gradient.grad_wire,
-                )
-                sent.append(PlannedCollective("all-reduce", nbytes, number))
+            sent = [
+                _collective(config, rank, number, rounds.fragment_of(number, count) in ended)
+                for number in range(count)
+            ]
             found.append(StepTraffic(_kind(ended, rounds), steps, sent, overlaps=False))
         return found
+
+
+def _collective(
+    config: Config, rank: RankShapes, number: int, is_averaged: bool
+) -> PlannedCollective:
+    """Return the collective of a bucket at the end of a step."""
+    bucket, compression = rank.buckets[number], _options(config).compression
+    if compression is not None and bucket.kind.matrix:
+        nbytes = _message_bytes(compression, bucket) if is_averaged else 0
+        return PlannedCollective("all-gather", nbytes, number)
+    nbytes = payload(
+        bucket,
+        bucket.numel if is_averaged else 0,
+        ranks=rank.ranks,
+        grad_bytes=4,
+        wire=config.gradient.grad_wire,
+    )
+    return PlannedCollective("all-reduce", nbytes, number)
+
+
+def _message_bytes(compression: TopKCompression, bucket: BucketPlan) -> int:
+    return compression.message_bytes(where.numel for where in bucket.slices.values())
+
+
+def _messages(compression: TopKCompression, rank: RankShapes) -> PathBytes:
+    """Return the bytes of unsent changes, and of the messages of this rank and all ranks."""
+    matrices = [bucket for bucket in rank.buckets if bucket.kind.matrix]
+    unsent = 4 * sum(bucket.numel for bucket in matrices)
+    messages = sum(_message_bytes(compression, bucket) for bucket in matrices)
+    copies = 1 + rank.ranks * (rank.ranks > 1)
+    return PathBytes({"unsent": unsent}, {"messages": copies * messages}, own=unsent)
 
 
 def _kind(ended: tuple[int, ...], rounds: Rounds) -> str:

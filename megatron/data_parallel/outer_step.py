@@ -5,6 +5,8 @@ replica 0   anchor --> step --> step --> weights --+
 replica 1   anchor --> step --> step --> weights --+              |
               ^                                                   |
               +------------- anchor of the next round <-----------+
+
+With `--outer-compression topk` the mean is that of messages with the largest entries.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from megatron.data_parallel.reducer import (
     Work,
 )
 from megatron.data_parallel.rounds import Rounds
+from megatron.data_parallel.top_k_feedback import TopKFeedback
 from megatron.data_parallel.wire_feedback import WireFeedback
+from megatron.data_parallel.wire_format import TopKCompression
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group
 
@@ -68,12 +72,17 @@ class Anchor:
         fragment: The fragment of the model that the bucket belongs to.
         weights: The anchor, as long as the bucket; equal on all data-parallel ranks.
         velocity: Momentum of the outer optimizer; None without momentum.
-        feedback: What an encoded wire lost of earlier differences, if it is kept.
+        feedback: What was not sent of earlier differences, if it is kept.
         is_left: Whether the replicas have taken steps since the anchor was set.
     """
 
     def __init__(
-        self, bucket: GradBucket, fragment: int, *, momentum: bool, feedback: WireFeedback | None
+        self,
+        bucket: GradBucket,
+        fragment: int,
+        *,
+        momentum: bool,
+        feedback: WireFeedback | TopKFeedback | None,
     ) -> None:
         self.bucket, self.fragment, self.feedback = bucket, fragment, feedback
         self.weights = torch.zeros_like(bucket.grad, dtype=torch.float32)
@@ -95,6 +104,7 @@ class LocalReducer(GradientReducer):
         rounds: The steps after which fragments are averaged.
         outer: The outer optimizer.
         entries: Number of entries of each parameter on this rank, without padding.
+        compression: The entries of matrices that are sent, and their format; None for all.
         keeps_rounding: Keep what an encoded wire loses of matrices, and send it in the next round.
         copies: The tensor-parallel ranks, which hold copies of some parameters; None for one rank.
     """
@@ -106,13 +116,15 @@ class LocalReducer(GradientReducer):
         rounds: Rounds,
         outer: OuterSGD,
         entries: Mapping[str, int],
+        compression: TopKCompression | None = None,
         keeps_rounding: bool = False,
         copies: Group | None = None,
     ) -> None:
         super().__init__(exchange)
         self.anchors: list[Anchor] = []
         self._rounds, self._outer, self._entries = rounds, outer, entries
-        self._keeps_rounding, self._copies = keeps_rounding, copies
+        self._compression, self._keeps_rounding = compression, keeps_rounding
+        self._copies = copies
         self._averaged = 0
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
@@ -175,7 +187,7 @@ class LocalReducer(GradientReducer):
                 sent.append(self._send(anchor, weight))
         for (anchor, weight), transfer in zip(ended, sent, strict=True):
             self._receive(anchor, weight, transfer)
-        self._averaged += sum(anchor.bucket.numel for anchor, _ in ended)
+        self._averaged += sum(self._entries_sent(anchor.bucket) for anchor, _ in ended)
         return [anchor.bucket for anchor, _ in ended]
 
     def swap(self, weights: Sequence[torch.Tensor]) -> list[GradBucket]:
@@ -226,10 +238,17 @@ class LocalReducer(GradientReducer):
 
     # ---- internals -----------------------------------------------------------------------------
 
-    def _feedback(self, bucket: GradBucket) -> WireFeedback | None:
+    def _feedback(self, bucket: GradBucket) -> WireFeedback | TopKFeedback | None:
+        if self._compression is not None and bucket.matrix:
+            return TopKFeedback(bucket, dict(self._slices(bucket)), self._compression)
         # A single rank encodes nothing, but may load what several ranks kept.
         is_kept = self._keeps_rounding and bucket.matrix
         return WireFeedback(bucket, self._entries) if is_kept else None
+
+    def _entries_sent(self, bucket: GradBucket) -> int:
+        if self._compression is not None and bucket.matrix:
+            return sum(self._compression.entries(each.numel) for each in bucket.slices.values())
+        return bucket.numel
 
     def _sends_weights(self, anchor: Anchor) -> bool:
         """Return whether the weights themselves are averaged, which saves them a rounding."""
@@ -237,12 +256,14 @@ class LocalReducer(GradientReducer):
         return self._outer.is_mean and self.exchange.is_exact and not owes
 
     def _send(self, anchor: Anchor, weight: torch.Tensor) -> Transfer:
-        """Start to average what the replicas send of a bucket."""
+        """Start to average, or to gather, what the replicas send of a bucket."""
         values, lost, feedback = anchor.scratch, None, anchor.feedback
         if self._sends_weights(anchor):
             values.copy_(weight)
             return self.exchange.mean(values)
         torch.sub(anchor.weights, weight, out=values)
+        if isinstance(feedback, TopKFeedback):
+            return self.exchange.gather(feedback.send(values))
         if feedback is not None:
             lost = feedback.join(values, 1.0)
             if self.exchange.ranks == 1:
@@ -251,13 +272,15 @@ class LocalReducer(GradientReducer):
 
     def _receive(self, anchor: Anchor, weight: torch.Tensor, transfer: Transfer) -> None:
         """Wait for the mean, move the anchor, and begin the next round there."""
-        mean = transfer.wait()
+        mean, feedback = transfer.wait(), anchor.feedback
+        if isinstance(feedback, TopKFeedback):
+            mean = feedback.mean(mean, out=anchor.scratch)
         if self._sends_weights(anchor):
             anchor.weights.copy_(mean)
         else:
             self._outer.apply(anchor.weights, mean, anchor.velocity)
-            if anchor.feedback is not None:
-                anchor.feedback.keep()
+            if isinstance(feedback, WireFeedback):
+                feedback.keep()
         weight.copy_(anchor.weights)
 
     def _slices(self, bucket: GradBucket) -> Iterator[tuple[str, Slice]]:

@@ -86,6 +86,13 @@ DEMO = {"demo_chunk": 16, "demo_k": 8, "demo_decay": 1.0, "demo_sign": False}
 DSR = {"dsr_interval": 2, "dsr_fraction": 0.1, "dsr_threshold": 0.1, "dsr_until": 95}
 FRAGMENTS = {"local_steps": 9, "local_fragments": 3, "outer_lr": 1.0, "outer_momentum": 0.0}
 """The outer step is a mean of weights, as one dense step is of replicas with equal gradients."""
+TOP_K = {
+    "local_steps": 4,
+    "outer_momentum": 0.0,
+    "outer_compression": "topk",
+    "outer_topk_chunk": 100,
+    "outer_topk_k": 7,
+}
 PATHS = [
     PathCase("dense"),
     PathCase("dense", offloaded=True),
@@ -157,6 +164,8 @@ PATHS = [
     PathCase("diloco", {"local_steps": 4}, linear=False, local=True),
     PathCase("diloco", FRAGMENTS, linear=False, local=True),
     PathCase("diloco", {"local_steps": 4}, linear=False, local=True, wire="int8"),
+    PathCase("diloco", TOP_K, linear=False, local=True),
+    PathCase("diloco", FRAGMENTS | TOP_K | {"local_steps": 9}, linear=False, local=True),
     PathCase("dense", sharded=True, inner=2),
     PathCase("samo", RANDOM | DSR, sharded=True, inner=2),
     PathCase("radius", SHORT, lossless=False, sharded=True, inner=2),

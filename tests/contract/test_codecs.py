@@ -24,6 +24,8 @@ from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks
 
 EVERY = list(BITS)
+WIRES = EVERY[:4]
+"""Formats of `--grad-wire`."""
 INTEGERS = {"int8": 127, "int4": 7}
 LONG = (1 << 17) + 3 * BLOCK
 """Values of more than one piece of a codec."""
@@ -58,6 +60,26 @@ def test_integers_are_the_nearest_multiples_of_a_scale(name: str) -> None:
     assert integers.unique().tolist() == list(range(-INTEGERS[name], INTEGERS[name] + 1))
 
 
+def test_two_bits_are_a_sign_and_one_of_two_means_of_magnitudes() -> None:
+    values = torch.randn(LONG, generator=torch.Generator().manual_seed(3)).view(-1, BLOCK)
+    values = values * torch.logspace(-12, 12, len(values)).unsqueeze(1)
+    values[7, 5] = 0
+    found = decoded("2bit", values.reshape(-1)).view(-1, BLOCK)
+    for row, arrived in zip(values.tolist(), found.tolist(), strict=True):
+        mean = math.fsum(map(abs, row)) / BLOCK
+        large = [abs(each) for each in row if abs(each) >= mean]
+        small = [abs(each) for each in row if abs(each) < mean]
+        levels = [0.0 if 0 in row else math.fsum(small) / len(small), math.fsum(large) / len(large)]
+        expected = [math.copysign(levels[abs(each) >= mean], each) for each in row]
+        # The means are rounded to bf16.
+        assert arrived == pytest.approx(expected, rel=2**-8, abs=0)
+
+
+def test_two_bits_are_exact_for_one_magnitude() -> None:
+    values = torch.tensor([1.5, -1.5, -1.5, 0.0]).repeat(BLOCK)
+    assert torch.equal(decoded("2bit", values), values)
+
+
 def test_bf16_is_rounded_to_nearest_and_fp32_not_at_all() -> None:
     values = torch.randn(LONG, generator=torch.Generator().manual_seed(2))
     assert torch.equal(decoded("bf16", values), values.bfloat16().float())
@@ -78,13 +100,14 @@ def test_a_value_that_is_not_finite_stays_so_and_spoils_its_block_alone(
     values[BLOCK + 5] = bad
     finite = decoded(name, values).isfinite().view(3, BLOCK)
     assert finite[0].all() and finite[2].all() and not finite[1, 5]
-    assert bool(finite[1].any()) == (name not in INTEGERS)
+    assert bool(finite[1].any()) == (name not in {*INTEGERS, "2bit"})
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_values_are_encoded_in_as_many_bytes_as_the_format_says(name: str) -> None:
     share = encoded_bytes(name, 1024 * BLOCK) / (1024 * BLOCK)
-    assert share == {"fp32": 4, "bf16": 2, "int8": 1 + 2 / BLOCK, "int4": 0.5 + 2 / BLOCK}[name]
+    blocks = {"int8": 1 + 2 / BLOCK, "int4": 0.5 + 2 / BLOCK, "2bit": 0.25 + 4 / BLOCK}
+    assert share == ({"fp32": 4, "bf16": 2} | blocks)[name]
     for ranks in (2, 3, 4):
         for count in (1, BLOCK, 1000, 4096):
             length = chunk_length(name, count, ranks)
@@ -95,8 +118,8 @@ def test_values_are_encoded_in_as_many_bytes_as_the_format_says(name: str) -> No
 
 
 def test_other_parameters_than_matrices_have_16_bits_at_least() -> None:
-    assert [format_of(name, matrix=True) for name in EVERY] == EVERY
-    assert [format_of(name, matrix=False) for name in EVERY] == ["fp32", "bf16", "bf16", "bf16"]
+    assert [format_of(name, matrix=True) for name in WIRES] == WIRES
+    assert [format_of(name, matrix=False) for name in WIRES] == ["fp32", "bf16", "bf16", "bf16"]
 
 
 # ---- the mean over ranks -------------------------------------------------------------------------
@@ -116,7 +139,7 @@ def on_rank(groups: ProcessGroups, name: str, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", [1, 1000, 5 * BLOCK])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", WIRES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_mean_is_equal_on_all_ranks_and_what_it_lost_is_known(
     ranks: Ranks, world: int, name: str, count: int

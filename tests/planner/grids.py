@@ -12,6 +12,7 @@ from megatron.config import GPTConfig, parse, resolve
 from megatron.data_parallel.bucket_plan import bucket_elements
 from megatron.data_parallel.node_reducer import NodeReducer
 from megatron.data_parallel.outer_step import LocalReducer
+from megatron.data_parallel.top_k_feedback import TopKFeedback
 from megatron.memory_estimate import RankGrid
 from megatron.optimizer.cpu_offload import OffloadedOptimizer
 from megatron.parallel.dims import ParallelDims
@@ -156,6 +157,8 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
     if isinstance(reducer, LocalReducer):
         velocities = [a.velocity for a in reducer.anchors if a.velocity is not None]
         found["anchor"] = sum(anchor.weights.nbytes for anchor in reducer.anchors)
+        own = [a.feedback for a in reducer.anchors if isinstance(a.feedback, TopKFeedback)]
+        found["unsent"] = sum(each.unsent.nbytes for each in own)
         found["outer momentum"] = sum(velocity.nbytes for velocity in velocities)
     if isinstance(reducer, PowerSGDReducer):
         found["warm start"] = sum(tensor.nbytes for tensor in reducer.q.values())

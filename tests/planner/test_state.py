@@ -20,6 +20,7 @@ SAMO = "--grad-path samo --samo-sparsity 0.7 --samo-pruning random"
 RADIUS = "--radius-density 0.3 --radius-interval 2 --radius-start-iter 1"
 BF16_STATES = "--main-params-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 INT8_STATES = "--main-params-dtype bf16 --exp-avg-dtype int8 --exp-avg-sq-dtype int8"
+TOP_K = "--outer-compression topk --outer-topk-chunk 300 --outer-topk-k 9"
 FULL = "--recompute-granularity full"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 CASES = {
@@ -46,6 +47,9 @@ CASES = {
                   "--ddp-bucket-size none"),
     "local steps": (2, "--grad-path diloco --local-steps 4 --outer-momentum 0"),
     "fragments": (4, f"--grad-path diloco --local-steps 4 --local-fragments 2 --bf16 {PP}"),
+    "sparse rounds": (2, f"--grad-path diloco --local-steps 2 {TOP_K} --bf16"),
+    "sparse fragments": (4, f"--grad-path diloco --local-steps 4 --local-fragments 2 {TOP_K} "
+                         f"--outer-values int8 --outer-momentum 0.5 {TP}"),
     "samo zero": (2, f"{SAMO} --use-distributed-optimizer --bf16"),
     "both": (2, f"{SAMO} --grad-path samo+radius {RADIUS} --bf16"),
     "sequence": (4, f"{TP} --sequence-parallel --bf16 {FULL}"),

@@ -11,6 +11,7 @@ import torch
 
 from megatron.config import parse
 from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
+from megatron.data_parallel.local_steps import DilocoConfig
 from megatron.errors import CheckpointError, ConfigError, NumericsError
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import Trainer
@@ -23,6 +24,7 @@ RUN = f"{TINY} {NO_DROPOUT} --log-interval 1 --eval-interval 4"
 LOCAL = (
     f"{RUN} --grad-path diloco --local-steps 4 --check-weight-hash-across-dp-replicas-interval 4"
 )
+TOP_K = "--outer-compression topk --outer-topk-chunk 300 --outer-topk-k 9"
 MEAN = "--outer-lr 1 --outer-momentum 0"
 SGD = "--optimizer sgd --sgd-momentum 0 --clip-grad 0 --lr 0.1"
 
@@ -91,6 +93,8 @@ RESUMED = [
     "--grad-wire int8",
     "--outer-momentum 0 --optimizer sgd --lr 0.1",
     "--local-fragments 2 --ddp-bucket-size 4096",
+    f"{TOP_K} --bf16",
+    f"{TOP_K} --outer-values int8 --local-fragments 2 --ddp-bucket-size 4096",
 ]
 GRIDS = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (4, 1, 2)]
 """World size, tensor-parallel size, pipeline-parallel size."""
@@ -153,6 +157,33 @@ def test_another_number_of_replicas_resumes_at_the_end_of_a_round_only(
         assert found[0]["iteration"] == 8 and found[0]["applied"] == 8
         losses = metrics_of(tmp_path / f"end {world}")
         assert all(math.isfinite(loss) for loss in losses) and len(losses) == 4
+
+
+def on_rank_unsent(
+    groups: ProcessGroups, flags: str, run_dir: Path, trains: bool
+) -> dict[str, torch.Tensor]:
+    """Return the changes that this replica has not sent, after a run or after a load."""
+    trainer = make_trainer(groups, flags, run_dir)
+    if trains:
+        trainer.train()
+    trainer.metrics.close()
+    trainer.engine.detach()
+    return {name: s.values().clone() for name, s in trainer.engine.reducer.state_tensors()}
+
+
+def test_another_number_of_replicas_starts_from_the_mean_of_what_was_not_sent(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    flags = f"{LOCAL} {TOP_K} --exit-interval 4"
+    saved = ranks.run(2, on_rank_unsent, flags, tmp_path / "two", True)
+    load = f"{LOCAL} {TOP_K} --load {tmp_path / 'two' / 'checkpoints'}"
+    for world in (1, 4):
+        for found in ranks.run(world, on_rank_unsent, load, tmp_path / f"{world}", False):
+            assert found.keys() == saved[0].keys()
+            for name, unsent in found.items():
+                assert unsent.any()
+                mean = torch.stack([each[name].double() for each in saved]).mean(0)
+                torch.testing.assert_close(unsent.double(), mean, rtol=1e-6, atol=1e-9)
 
 
 def test_a_dense_run_and_local_steps_start_from_each_other(ranks: Ranks, tmp_path: Path) -> None:
@@ -341,6 +372,10 @@ def test_anchors_that_drift_apart_are_found_inside_a_round(ranks: Ranks, tmp_pat
             "replicas_interval 2 is not a multiple of local_steps 4",
         ),
         ("--local-fragments 5", "--local-fragments 4"),
+        (f"{TOP_K} --grad-wire int8", "outer_compression topk; grad_wire; --outer-values"),
+        (f"{TOP_K} --outer-topk-k 301", "outer_topk_k 301; outer_topk_chunk 300; at most"),
+        ("--outer-topk-chunk 32769", "outer-topk-chunk"),
+        ("--outer-decay 1.5", "outer-decay"),
         ("--outer-lr 0", "outer-lr"),
         ("--outer-momentum 1", "outer-momentum"),
         ("--samo-pruning early-bird", "samo-pruning"),
@@ -353,3 +388,10 @@ def test_settings_that_do_not_fit_local_steps_are_refused(flags: str, text: str)
     for part in text.split("; "):
         assert part in message
     assert "\n" not in message
+
+
+def test_error_feedback_takes_the_place_of_outer_momentum_unless_it_is_given() -> None:
+    for more, momentum in (("", 0.9), (TOP_K, 0.0), (f"{TOP_K} --outer-momentum 0.5", 0.5)):
+        config = parse(f"{LOCAL} {more}".split(), paths=GRADIENT_PATHS)
+        options = config.extensions["diloco"]
+        assert isinstance(options, DilocoConfig) and options.outer_momentum == momentum

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tools.bench.convergence.study import DENSE, EARLY, SEEDS, START, Flag, StudyRun, checked
 
@@ -34,6 +35,7 @@ def study() -> tuple[StudyRun, ...]:
     runs += [baseline("lowrank+sparse", "lowrank_4_0.01", LOWRANK)]
     runs += [in_turns(8)]
     runs += [baseline("demo", "demo_32-mean", [("demo-sign", "false")]), demo(32)]
+    runs += [local("diloco_50"), local("diloco_50-topk", [("outer-compression", "topk")])]
     return checked(runs, most=MOST_RUNS)
 
 
@@ -93,6 +95,11 @@ def baseline(path: str, variant: str, flags: Sequence[Flag]) -> StudyRun:
     return StudyRun(
         variant=variant, seed=SEEDS[0], start=START, path=path, flags=tuple(flags), ranks=4
     )
+
+
+def local(variant: str, flags: Sequence[Flag] = ()) -> StudyRun:
+    """Return local steps of four replicas, which are averaged every 50 steps."""
+    return replace(baseline("diloco", variant, flags), every=(("local-steps", 50),))
 
 
 def in_turns(interval: int) -> StudyRun:
