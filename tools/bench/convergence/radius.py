@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tools.bench.convergence.study import DENSE, EARLY, SEEDS, START, Flag, StudyRun, checked
 
-MOST_RUNS = 44
+MOST_RUNS = 46
 INTERVAL = 50
 LOWRANK = (("lowrank-rank", "4"), ("lowrank-density", "0.01"))
 """Flags of the declared run of `lowrank+sparse`, its defaults."""
