@@ -205,7 +205,7 @@ def dct_matrix(n: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class _ChunkedMatrix:
     """A compressed parameter, and the place of its coefficients in the message of its bucket."""
 
     name: str
@@ -256,7 +256,7 @@ def split_message(
 @dataclass
 class _DeMoWork(CompressedWork):
     bucket: GradBucket
-    matrices: Sequence[_Matrix]
+    matrices: Sequence[_ChunkedMatrix]
     message: torch.Tensor  # must not change before the collective has read it
     received: Transfer  # [ranks, bytes]
     entries: int
@@ -324,18 +324,18 @@ class DeMoReducer(FeedbackReducer):
         start = options.demo_start_iter
         super().__init__(infos, exchange, start_iter=start, model_shard=model_shard)
         self.options = options
-        self._matrices: dict[int, list[_Matrix]] = {}
+        self._matrices: dict[int, list[_ChunkedMatrix]] = {}
 
     def plan(self, bucket: GradBucket) -> Sequence[str]:
         if self.options.sends_all:
             return ()
-        self._matrices[bucket.index] = found = list[_Matrix]()
+        self._matrices[bucket.index] = found = list[_ChunkedMatrix]()
         at, device = 0, bucket.grad.device
         # A tensor-parallel rank may have nothing but padding of a parameter.
         for name in filter(lambda name: self.infos[name].local_entries, bucket.names):
             grid = ChunkGrid.of(self.infos[name].local_shape, self.options)
             sides = (dct_matrix(side).to(device) for side in (grid.height, grid.width))
-            found.append(_Matrix(name, grid, at, *sides))
+            found.append(_ChunkedMatrix(name, grid, at, *sides))
             at += grid.sent
         return bucket.names
 

@@ -220,7 +220,7 @@ def _reduced(reducer: DeMoReducer, bucket: Any, mine: dict, t: int, scale: float
 def test_the_sign_is_that_of_the_mean_and_the_norm_too(
     ranks: Ranks, world: int, scale: float
 ) -> None:
-    """Of compressed matrices, of vectors, and of dense steps; the momentum does not notice."""
+    """The sign is of compressed matrices, of vectors and of dense steps; no momentum changes."""
     for found in ranks.run(world, on_rank_signs, scale):
         assert found == [True] * len(found) and len(found) == 5 * 7 + 3 * len(SHAPES)
 
