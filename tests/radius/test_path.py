@@ -210,7 +210,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"a": (100, 10), "b": (7, 3), "bias": (100,
 BUCKET = 1024 + 64
 """Entries of the matrices' bucket: slices begin at multiples of 64."""
 ALIGNED = 1024 + 128
-"""The same over a wire with blocks of 128 values."""
+"""Entries of that bucket over a wire with blocks of 128 values."""
 
 
 @pytest.mark.parametrize(
