@@ -84,6 +84,11 @@ class PathCase:
         return "-".join([*kinds, *["offloaded"] * self.offloaded]) or "whole"
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the case has no settings but the options of its path."""
+        return (self.wire, self.states, self.predivided) == (None, "whole", False)
+
+    @property
     def is_variant(self) -> bool:
         """Whether another case of the same path comes first."""
         return next((case for case in PATHS if case.name == self.name), self) != self

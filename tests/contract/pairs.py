@@ -27,8 +27,8 @@ STATES: tuple[dict[str, Any], ...] = ({}, {"sharded": True}, {"inner": 2}, {"off
 """Places of the optimizer states, as fields of a `PathCase`."""
 RUN = f"--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --mock-data --lr 1 \
 --micro-batch-size 1 --global-batch-size 4 --train-iters {TOTAL_ITERATIONS} --eval-iters 0 \
---check-weight-hash-across-dp-replicas-interval none"
-"""A run that takes any gradient path with any length of its rounds."""
+--check-weight-hash-across-dp-replicas-interval none --optimizer sgd --sgd-momentum 0 --clip-grad 0"
+"""A run that takes any gradient path, with rounds of any length."""
 
 
 class Row(NamedTuple):
@@ -88,11 +88,13 @@ def _flags(case: PathCase) -> list[str]:
     settings = {"grad_path": case.name} | case.options
     settings |= {"grad_wire": case.wire} if case.wire else {}
     settings |= {"dp_inner_size": case.inner} if case.inner > 1 else {}
-    settings |= {"use_distributed_optimizer": "true"} if case.sharded else {}
+    settings |= {"use_distributed_optimizer": True} if case.sharded else {}
     # The parameters of an offloaded run have 16 bits.
-    settings |= {"optimizer_cpu_offload": "true", "bf16": "true"} if case.offloaded else {}
-    given = ((flag_name(name), str(value)) for name, value in settings.items())
-    return [*RUN.split(), *(text for flag in given for text in flag)]
+    settings |= {"optimizer_cpu_offload": True, "bf16": True} if case.offloaded else {}
+    flags = RUN.split()
+    for name, value in settings.items():
+        flags += [flag_name(name), str(value).lower() if isinstance(value, bool) else str(value)]
+    return flags
 
 
 def combined() -> Iterator[PathCase]:
@@ -102,9 +104,7 @@ def combined() -> Iterator[PathCase]:
         if (line.name, line.options) in seen:
             continue
         seen.append((line.name, line.options))
-        assert line == PathCase(
-            line.name, line.options, line.lossless, line.linear, local=line.local
-        ), f"{case_id(line)}: the first line of a path and its options has no other settings"
+        assert line.is_plain, f"{case_id(line)}: the first line of these options has no others"
         for wire in WIRES:
             yield from (replace(line, wire=wire, **states) for states in STATES)
 
@@ -131,11 +131,10 @@ def table() -> tuple[Row, ...]:
     lines = list[int]()
     for line in PATHS:
         values = [Row(line, world).values for world in WORLDS]
-        is_plain = (line.wire, line.states) == (None, "whole")
         found = [numbers[each] for each in values if each in numbers]
         several = [number for number in found if legal[number].world > 1]
         assert several, f"{case_id(line)}: {refusals(line)}"
-        lines += found if is_plain else several[:1]
+        lines += found if line.is_plain else several[:1]
     chosen = covering([row.pairs for row in legal], lines)
     return tuple(legal[number] for number in sorted(chosen))
 
