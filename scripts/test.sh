@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Check the repository in an environment of its own: ruff, pyright, shellcheck, then pytest.
 #   scripts/test.sh                      the fast tier: units, laws on two ranks, a sample of runs
-#   scripts/test.sh --all                every test
+#   scripts/test.sh --push               every test; contracts over a pairwise table of settings
+#   scripts/test.sh --all                every test; contracts over all legal settings
 #   scripts/test.sh PYTEST ARGUMENTS     some tests, e.g. scripts/test.sh tests/data -k blended
 # LINT=0 leaves out all but pytest; WORKERS (2): files of tests at a time, 0 for one in order.
 # VENV, PYTHON: see setup_env.sh.
@@ -33,8 +34,10 @@ fi
 # Two files at a time: many tests wait for a process, or use one core. Files start in the order of
 # tests/tiers.py, which puts the longest first; xdist would start the files with most tests first.
 workers=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
-if [[ $* == --all ]]; then
-  check python -m pytest "${workers[@]}" -m "not quiet and not matrix"
+if [[ $* == --push || $* == --all ]]; then
+  settings=()
+  [[ $* == --push ]] || settings=(--all)
+  check python -m pytest "${workers[@]}" "${settings[@]}" -m "not quiet and not matrix"
   # What is judged by a clock or starts many ranks has the machine to itself.
   check python -m pytest -m "quiet and not matrix" tests/bench tests/faults tests/slurm
 elif (($#)); then

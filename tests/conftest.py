@@ -21,6 +21,15 @@ from tests.ranks import Ranks
 REPO = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="Run the contract tests for every legal combination of path, wire, place of the "
+        "optimizer states and number of ranks, not for a pairwise table of them.",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     tiers.mark(items, config)

@@ -1,7 +1,8 @@
 """A small set of parameters with fully controlled gradients, for the contract tests.
 
-Every contract test is parametrised over `PATHS`: a new gradient path adds its settings there and
-inherits all tests. Gradients come out of a real backward of the loss sum(parameter * wanted).
+Every contract test runs for the paths of `PATHS`: a new gradient path adds its settings there and
+inherits all tests. `tests.contract.pairs` combines them with the other settings and with the number
+of ranks. Gradients come out of a real backward of the loss sum(parameter * wanted).
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ class PathCase:
     sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other.
     `conserves`: the reduced gradient is the mean of what left the residuals; DeMo's decay forgets a
     part of them and its sign keeps no sizes, so the sums of contracts 2 and 3 hold without both.
+    Both are given for values that travel unrounded, and become False where the wire rounds.
     `sharded`: with `--use-distributed-optimizer`; `offloaded`: with `--optimizer-cpu-offload`, so
     that steps arrive bucket by bucket; `predivided`: with `--predivide-loss`, which is up to who
     makes the gradients; `wire`: `--grad-wire`; `local`: its ranks are replicas that take local
     steps, to which contracts 2 and 11 do not apply, and of which each skips a step on its own;
-    `inner`: `--dp-inner-size` where it divides the ranks, else ZeRO-1."""
+    `inner`: `--dp-inner-size` where it divides the ranks."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +69,27 @@ class PathCase:
     wire: str | None = None
     local: bool = False
     inner: int = 1
+
+    def __post_init__(self) -> None:
+        gradient = GradientConfig(grad_wire=self.wire)  # type: ignore[arg-type]
+        # What a wire rounds off is kept for the next step. Local steps send no gradients.
+        if gradient.keeps_rounding and not self.local:
+            object.__setattr__(self, "lossless", False)
+        # Each rank rounds its own values, so other shares of a batch are rounded otherwise; Adam
+        # makes whole updates of the differences of small gradients.
+        if self.wire not in (None, "fp32"):
+            object.__setattr__(self, "linear", False)
+
+    @property
+    def states(self) -> str:
+        """Where the optimizer states are."""
+        kinds = [f"inner={self.inner}"] if self.inner > 1 else ["sharded"] * self.sharded
+        return "-".join([*kinds, *["offloaded"] * self.offloaded]) or "whole"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the case has no settings but the options of its path."""
+        return (self.wire, self.states, self.predivided) == (None, "whole", False)
 
     @property
     def is_variant(self) -> bool:
@@ -96,15 +119,14 @@ TOP_K = {
 PATHS = [
     PathCase("dense"),
     PathCase("dense", offloaded=True),
+    PathCase("dense", sharded=True),
     PathCase("dense", wire="fp32"),
-    # Each rank rounds its own values, so other shares of a batch are rounded otherwise; Adam makes
-    # whole updates of the differences of small gradients.
-    PathCase("dense", wire="bf16", linear=False),
-    PathCase("dense", wire="bf16", linear=False, sharded=True),
-    PathCase("dense", wire="int8", lossless=False, linear=False),
-    PathCase("dense", wire="int4", lossless=False, linear=False),
-    PathCase("dense", wire="int8", lossless=False, linear=False, offloaded=True),
-    PathCase("dense", wire="int8", lossless=False, linear=False, sharded=True),
+    PathCase("dense", wire="bf16"),
+    PathCase("dense", wire="bf16", sharded=True),
+    PathCase("dense", wire="int8"),
+    PathCase("dense", wire="int4"),
+    PathCase("dense", wire="int8", offloaded=True),
+    PathCase("dense", wire="int8", sharded=True),
     PathCase("radius", SHORT, lossless=False),
     PathCase("radius", SHORT | {"radius_select": "seeded"}, lossless=False),
     PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False),
@@ -128,7 +150,7 @@ PATHS = [
         sharded=True,
     ),
     PathCase("samo", RANDOM),
-    PathCase("samo", RANDOM, wire="int8", lossless=False, linear=False),
+    PathCase("samo", RANDOM, wire="int8"),
     # Pruned by its tenth update.
     PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 2}),
     PathCase("samo", RANDOM | DSR),
@@ -136,19 +158,13 @@ PATHS = [
     PathCase("samo", RANDOM | DSR, offloaded=True),
     PathCase("samo+radius", RANDOM | SHORT, lossless=False),
     PathCase("samo+radius", RANDOM | SHORT, lossless=False, sharded=True),
-    PathCase("radius", SHORT, lossless=False, linear=False, wire="bf16"),
-    PathCase("samo+radius", RANDOM | SHORT, lossless=False, linear=False, wire="bf16"),
+    PathCase("radius", SHORT, lossless=False, wire="bf16"),
+    PathCase("samo+radius", RANDOM | SHORT, lossless=False, wire="bf16"),
     # The residual keeps what the wire loses of sent entries.
-    PathCase("radius", SHORT, lossless=False, linear=False, wire="int8"),
-    PathCase(
-        "radius",
-        SHORT | FEW | {"radius_schedule": "rolling"},
-        lossless=False,
-        linear=False,
-        wire="int4",
-    ),
-    PathCase("radius", SHORT, lossless=False, linear=False, wire="int8", sharded=True),
-    PathCase("samo+radius", RANDOM | SHORT, lossless=False, linear=False, wire="int8"),
+    PathCase("radius", SHORT, lossless=False, wire="int8"),
+    PathCase("radius", SHORT | FEW | {"radius_schedule": "rolling"}, lossless=False, wire="int4"),
+    PathCase("radius", SHORT, lossless=False, wire="int8", sharded=True),
+    PathCase("samo+radius", RANDOM | SHORT, lossless=False, wire="int8"),
     # Pruned after its fifth update, so that the eighth is the first resample.
     PathCase("samo+radius", EARLY_BIRD | {"samo_early_bird_interval": 1} | SHORT, lossless=False),
     # Each rank selects from its own share of the batch, so other shares select other entries.
@@ -163,17 +179,21 @@ PATHS = [
     PathCase("demo", lossless=False, linear=False, conserves=False),
     PathCase("diloco", {"local_steps": 4}, linear=False, local=True),
     PathCase("diloco", FRAGMENTS, linear=False, local=True),
-    PathCase("diloco", {"local_steps": 4}, linear=False, local=True, wire="int8"),
+    PathCase("diloco", {"local_steps": 4}, local=True, wire="int8"),
     PathCase("diloco", TOP_K, linear=False, local=True),
     PathCase("diloco", FRAGMENTS | TOP_K | {"local_steps": 9}, linear=False, local=True),
-    PathCase("dense", sharded=True, inner=2),
-    PathCase("samo", RANDOM | DSR, sharded=True, inner=2),
-    PathCase("radius", SHORT, lossless=False, sharded=True, inner=2),
-    PathCase("radius", SHORT | FEW, lossless=False, sharded=True, inner=2),
+    PathCase("dense", inner=2),
+    PathCase("samo", RANDOM | DSR, inner=2),
+    PathCase("radius", SHORT, lossless=False, inner=2),
+    PathCase("radius", SHORT | FEW, lossless=False, inner=2),
     PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False, inner=2),
-    PathCase("samo+radius", RANDOM | SHORT, lossless=False, sharded=True, inner=2),
+    PathCase("samo+radius", RANDOM | SHORT, lossless=False, inner=2),
 ]
-"""The cases of all paths; the fast tier tests the first of each path."""
+"""Paths with their options. The first line of a path and its options has no other settings: it is
+tested on all of `WORLDS`, and `tests.contract.pairs` combines it with wires, places of the
+optimizer states and numbers of ranks. Further lines of the same options are combinations that every
+push tests on two ranks, or on four where two are too few. The fast tier tests the first line of
+each path."""
 WORLDS = [1, 2, 4]
 
 

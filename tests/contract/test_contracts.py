@@ -1,6 +1,7 @@
 """Tests of the contracts in docs/architecture.md, for every gradient path at 1, 2 and 4 ranks.
 
-Function names give the number of the contract. Each `on_rank_*` runs on every rank.
+Function names give the number of the contract. Each `on_rank_*` runs on every rank. The cases are
+those of `tests.contract.pairs`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from tests.contract.harness import (
     PathCase,
     SavedToy,
     Toy,
-    case_id,
     gradients,
     same,
 )
+from tests.contract.pairs import cases
 from tests.ranks import Ranks
 
 
@@ -68,11 +69,11 @@ class HidingReducer(SpyReducer):
         return super().reduce(bucket, step)
 
 
-every_path = pytest.mark.parametrize("case", PATHS, ids=case_id)
-every_linear_path = pytest.mark.parametrize("case", [c for c in PATHS if c.linear], ids=case_id)
-every_shared_path = pytest.mark.parametrize("case", [c for c in PATHS if not c.local], ids=case_id)
-"""Paths whose ranks have equal weights and skip steps together."""
-every_world = pytest.mark.parametrize("world", WORLDS)
+every_case = cases()
+every_shared_case = cases(lambda case, world: not case.local)
+"""Cases whose ranks have equal weights and skip steps together."""
+every_case_on_two_ranks = cases(lambda case, world: world > 1 and case.inner == 1)
+"""Cases of several ranks, for a test of a fixed number of ranks. Two are no inner groups of two."""
 
 
 def test_every_registered_path_is_held_to_the_contracts() -> None:
@@ -93,8 +94,7 @@ def on_rank_ownership(groups: ProcessGroups, case: PathCase) -> list[bool]:
     return seen
 
 
-@every_path
-@every_world
+@every_case
 def test_1_no_parameter_holds_a_gradient(ranks: Ranks, case: PathCase, world: int) -> None:
     assert ranks.run(world, on_rank_ownership, case) == [[True, True]] * world
 
@@ -139,8 +139,7 @@ def sent_as(case: PathCase, name: str) -> torch.dtype:
     return torch.bfloat16 if is_rounded else torch.float32
 
 
-@every_shared_path
-@every_world
+@every_shared_case
 @pytest.mark.parametrize(
     ("scale", "dtype"),
     [
@@ -181,8 +180,7 @@ def on_rank_units(groups: ProcessGroups, case: PathCase, scale: float) -> tuple[
     return norms, {info.name: info.param.detach().clone() for info in toy.infos}
 
 
-@every_path
-@every_world
+@every_case
 def test_3_the_loss_scale_leaves_norm_and_update_alone(
     ranks: Ranks, case: PathCase, world: int
 ) -> None:
@@ -213,7 +211,7 @@ def on_rank_silent(groups: ProcessGroups, case: PathCase) -> tuple[torch.Tensor,
     return mean, (before[silent.name] - toy.residual()[silent.name])
 
 
-@pytest.mark.parametrize("case", [c for c in PATHS if c.conserves], ids=case_id)
+@cases(lambda case, world: world > 1 and case.inner == 1 and case.conserves)
 def test_2_a_parameter_without_gradient_does_not_keep_the_last_one(
     ranks: Ranks, case: PathCase
 ) -> None:
@@ -249,8 +247,7 @@ def on_rank_counts(groups: ProcessGroups, case: PathCase) -> dict[str, list]:
     }
 
 
-@every_path
-@every_world
+@every_case
 def test_4_each_bucket_is_committed_or_aborted_once_a_step(
     ranks: Ranks, case: PathCase, world: int
 ) -> None:
@@ -277,8 +274,7 @@ def on_rank_request(groups: ProcessGroups, case: PathCase) -> list[int]:
     return answers
 
 
-@every_path
-@every_world
+@every_case
 def test_4_one_rank_that_wants_to_leave_is_heard_by_all(
     ranks: Ranks, case: PathCase, world: int
 ) -> None:
@@ -311,8 +307,7 @@ def on_rank_bad_step(
     return found | {"after": same(toy.state(), other.state())}
 
 
-@every_shared_path
-@every_world
+@every_shared_case
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["first.weight", "norm.weight", TIED])
 def test_4_a_non_finite_gradient_on_one_rank_changes_nothing_on_any(
@@ -336,8 +331,7 @@ def on_rank_hidden(groups: ProcessGroups, case: PathCase, value: float) -> tuple
     return step.ok, same(before, toy.state())
 
 
-@every_shared_path
-@every_world
+@every_shared_case
 @pytest.mark.parametrize("value", [math.nan, 1e25])
 def test_4_what_a_path_does_not_send_counts_too(
     ranks: Ranks, case: PathCase, world: int, value: float
@@ -361,8 +355,7 @@ def on_rank_overflowing_norm(groups: ProcessGroups, case: PathCase) -> tuple[boo
     return step.ok, same(before, toy.state())
 
 
-@every_path
-@every_world
+@every_case
 def test_4_a_norm_that_overflows_is_a_bad_step(ranks: Ranks, case: PathCase, world: int) -> None:
     assert ranks.run(world, on_rank_overflowing_norm, case) == [(False, [])] * world
 
@@ -375,7 +368,7 @@ def on_rank_out_of_step(groups: ProcessGroups, case: PathCase) -> str:
     return str(caught.value)
 
 
-@every_path
+@every_case_on_two_ranks
 def test_4_a_rank_one_step_ahead_is_noticed(ranks: Ranks, case: PathCase) -> None:
     for text in ranks.run(2, on_rank_out_of_step, case):
         assert "out of step" in text and "between 10 and 11" in text
@@ -412,8 +405,7 @@ def on_rank_order(groups: ProcessGroups, case: PathCase) -> dict:
     }
 
 
-@every_path
-@every_world
+@every_case
 def test_5_8_buckets_are_sent_in_index_order_from_inside_backward(
     ranks: Ranks, case: PathCase, world: int
 ) -> None:
@@ -435,7 +427,7 @@ def on_rank_other_buckets(groups: ProcessGroups, case: PathCase) -> str:
     return str(caught.value)
 
 
-@every_path
+@every_case_on_two_ranks
 def test_7_ranks_that_bucket_differently_are_refused(ranks: Ranks, case: PathCase) -> None:
     for text in ranks.run(2, on_rank_other_buckets, case):
         assert "rank 1" in text and "buckets" in text
@@ -454,16 +446,14 @@ WIRE_ROUNDING = {"bf16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}
 """Largest distance of neighbouring values on a wire, relative to the largest value of a block."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    # Radius may select other entries of other roundings. Fragments consist of buckets.
-    [
-        c
-        for c in PATHS
-        if not (c.wire in WIRE_ROUNDING and "radius" in c.name)
-        and "local_fragments" not in c.options
-    ],
-    ids=case_id,
+# Radius may select other entries of other roundings. Fragments consist of buckets.
+@cases(
+    lambda case, world: (
+        world > 1
+        and case.inner == 1
+        and not (case.wire in WIRE_ROUNDING and "radius" in case.name)
+        and "local_fragments" not in case.options
+    )
 )
 def test_7_another_bucketing_changes_rounding_only(ranks: Ranks, case: PathCase) -> None:
     small, large = (ranks.run(2, on_rank_cap, case, cap)[0] for cap in (64, 10**6))
@@ -472,6 +462,9 @@ def test_7_another_bucketing_changes_rounding_only(ranks: Ranks, case: PathCase)
         # Each of the eight updates has two rounded gradients of at most 5 over a norm of at least
         # 20, times the learning rate.
         atol += 8 * 2 * WIRE_ROUNDING.get(case.wire, 0.0) * 5 / 20 * 1e-2
+        if case.local:
+            # The outer SGD (0.7, Nesterov momentum 0.9) applies the first of two rounds so often.
+            atol *= 0.7 * (1 + 0.9 + 0.9**2)
     for name in SHAPES:
         torch.testing.assert_close(small[name], large[name], rtol=1e-5, atol=atol)
 
@@ -486,8 +479,7 @@ def on_rank_overlap(groups: ProcessGroups, case: PathCase, overlap: bool) -> dic
     return toy.state()
 
 
-@every_path
-@every_world
+@every_case
 def test_9_overlap_changes_no_bit(ranks: Ranks, case: PathCase, world: int) -> None:
     overlapped = ranks.run(world, on_rank_overlap, case, True)
     at_the_end = ranks.run(world, on_rank_overlap, case, False)
@@ -502,9 +494,8 @@ def on_rank_equal_state(groups: ProcessGroups, case: PathCase, dtype: torch.dtyp
     return {k: v for k, v in toy.state().items() if not k.startswith("reducer/")}
 
 
-@every_shared_path
+@cases(lambda case, world: world > 1 and not case.local)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [2, 4])
 def test_2_replicas_stay_bit_equal(
     ranks: Ranks, case: PathCase, dtype: torch.dtype, world: int
 ) -> None:
@@ -536,8 +527,7 @@ def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[
     return same(through.state(), second.state())
 
 
-@every_shared_path
-@every_world
+@every_shared_case
 @pytest.mark.parametrize("left_at", range(1, 12, 2))
 def test_10_saved_and_resumed_equals_uninterrupted(
     ranks: Ranks, case: PathCase, world: int, left_at: int
@@ -558,7 +548,7 @@ def on_rank_trajectory(groups: ProcessGroups, case: PathCase) -> dict[str, torch
     return {info.name: info.param.detach().clone() for info in toy.infos}
 
 
-@every_linear_path
+@cases(lambda case, world: case.linear)
 def test_11_data_parallel_size_changes_rounding_only(ranks: Ranks, case: PathCase) -> None:
     alone, two, four = (ranks.run(world, on_rank_trajectory, case)[0] for world in WORLDS)
     for name in SHAPES:

@@ -9,16 +9,14 @@ import torch
 
 from megatron.optimizer.update_rules import SGD, AdamW, UpdateRule
 from megatron.parallel.groups import ProcessGroups
-from tests.contract.harness import PATHS, SHAPES, WORLDS, PathCase, Toy, case_id
+from tests.contract.harness import SHAPES, PathCase, Toy
+from tests.contract.pairs import cases
 from tests.ranks import Ranks
 
 STEPS = 17
 SKIPPED = (6, 11)
 """Steps with a non-finite gradient, which apply no decay."""
 RULES = [AdamW(beta1=0.9, beta2=0.99, eps=1e-8), SGD(momentum=0.9)]
-# Any other outer step moves weights by more or less than the replicas' decay.
-CASES = [case for case in PATHS if not case.local or case.options.get("outer_lr") == 1]
-CASES += [PathCase("dense", sharded=True)]
 
 
 def on_rank_decay(
@@ -42,9 +40,9 @@ def on_rank_decay(
     return {name: [weights[name][always[name]] for weights in by_toy] for name in SHAPES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+# Any other outer step moves weights by more or less than the replicas' decay.
+@cases(lambda case, world: not case.local or case.options.get("outer_lr") == 1)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-@pytest.mark.parametrize("world", WORLDS)
 def test_without_gradients_every_stored_weight_decays_as_the_dense_path_s(
     ranks: Ranks, case: PathCase, rule: UpdateRule, world: int
 ) -> None:

@@ -11,7 +11,6 @@ from megatron.errors import ConfigError
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import (
     EARLY_BIRD,
-    PATHS,
     RANDOM,
     SHAPES,
     SHORT,
@@ -23,10 +22,8 @@ from tests.contract.harness import (
     gradients,
     same,
 )
+from tests.contract.pairs import cases
 from tests.ranks import Ranks
-
-PRUNED = [case for case in PATHS if case.name.startswith("samo")]
-every_world = pytest.mark.parametrize("world", WORLDS)
 
 
 def on_rank_pruned(groups: ProcessGroups, case: PathCase, dtype: torch.dtype) -> dict[str, Any]:
@@ -47,8 +44,7 @@ def on_rank_pruned(groups: ProcessGroups, case: PathCase, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", PRUNED, ids=case_id)
-@every_world
+@cases(lambda case, world: case.name.startswith("samo"))
 def test_6_pruned_entries_are_zero_and_masks_equal_on_every_rank(
     ranks: Ranks, case: PathCase, world: int, dtype: torch.dtype
 ) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.config import parse
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
 from tests.contract import test_contracts as contracts
 from tests.contract.harness import PathCase
+from tests.contract.pairs import WIRES, refusals
 from tests.ranks import Ranks
 
 CASE = PathCase("randomk", {"randomk_density": 0.3}, lossless=False)
@@ -59,12 +62,11 @@ def laws() -> list[Any]:
         if not name.startswith("test_") or "case" not in inspect.signature(test).parameters:
             continue
         choices: list[list[dict[str, Any]]] = []
-        for mark in test.pytestmark:
+        for mark in [mark for mark in test.pytestmark if mark.name == "parametrize"]:
             names, values = mark.args
             keys = [names] if isinstance(names, str) else names
-            if not {"case", "world"} & {*keys}:
-                rows = [[value] if isinstance(names, str) else value for value in values]
-                choices.append([dict(zip(keys, row, strict=True)) for row in rows])
+            rows = [[value] if isinstance(names, str) else value for value in values]
+            choices.append([dict(zip(keys, row, strict=True)) for row in rows])
         for chosen in itertools.product(*choices):
             own = {key: value for row in chosen for key, value in row.items()}
             found.append(pytest.param(test, own, id="-".join([name, *map(str, own.values())])))
@@ -86,7 +88,20 @@ def test_the_path_of_the_page_keeps(
     law(**{name: given[name] for name in inspect.signature(law).parameters})
 
 
-def test_its_settings_are_flags() -> None:
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_it_keeps_what_other_wires_do_not_send(ranks: Ranks, wire: str) -> None:
+    law: Callable[..., None] = contracts.test_2_3_mean_is_equal_on_every_rank_and_nothing_is_lost
+    law(RanksWithThePage(ranks), replace(CASE, wire=wire), 2, 64.0, torch.float32)
+
+
+def test_its_settings_are_flags_and_wires_that_need_feedback_are_refused() -> None:
+    assert {wire: bool(refusals(replace(CASE, wire=wire))) for wire in WIRES} == {
+        None: False,
+        "fp32": False,
+        "bf16": False,
+        "int8": True,
+        "int4": True,
+    }
     flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1 "
     flags += "--micro-batch-size 1 --train-iters 1 --mock-data --grad-path randomk"
     config = parse([*flags.split(), "--randomk-density", "0.5"], paths=GRADIENT_PATHS)

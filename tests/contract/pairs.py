@@ -1,0 +1,155 @@
+"""The cases of the contract tests: a pairwise table of settings, or every legal combination.
+
+A row consists of four factors: a gradient path with its options (a line of `harness.PATHS`), the
+wire, the place of the optimizer states, and the number of ranks. The program decides which values
+go together: a row is legal if `parse` and `resolve` accept its flags. `table` has every legal pair
+of values of two factors in at least one row; `product`, for `--all`, has every legal row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron.config import GradientConfig, parse, resolve
+from megatron.config.fields import flag_name, specs_of
+from megatron.errors import ConfigError
+from pretrain_gpt import GRADIENT_PATHS
+from tests.contract.harness import PATHS, TOTAL_ITERATIONS, WORLDS, PathCase, case_id
+
+WIRES = (None, *specs_of(GradientConfig, "gradient")["grad_wire"].choices)
+STATES: tuple[dict[str, Any], ...] = ({}, {"sharded": True}, {"inner": 2}, {"offloaded": True})
+"""Places of the optimizer states, as fields of a `PathCase`."""
+RUN = f"--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --mock-data --lr 1 \
+--micro-batch-size 1 --global-batch-size 4 --train-iters {TOTAL_ITERATIONS} --eval-iters 0 \
+--check-weight-hash-across-dp-replicas-interval none --optimizer sgd --sgd-momentum 0 --clip-grad 0"
+"""A run that takes any gradient path, with rounds of any length."""
+
+
+class Row(NamedTuple):
+    """A case and the number of ranks on which it is tested."""
+
+    case: PathCase
+    world: int
+
+    @property
+    def values(self) -> tuple[object, ...]:
+        """The values of the four factors."""
+        case = self.case
+        options = tuple(case.options.items())
+        return (case.name, options), case.wire, case.states, self.world
+
+    @property
+    def pairs(self) -> frozenset[Any]:
+        """The pairs of values of two factors that the row tests.
+
+        One rank neither sends nor shards, so that its rows test pairs with the number of ranks
+        only.
+        """
+        pairs = combinations(enumerate(self.values), 2)
+        ranks = len(self.values) - 1
+        return frozenset(pair for pair in pairs if self.world > 1 or pair[1][0] == ranks)
+
+
+def cases(
+    which: Callable[[PathCase, int], bool] = lambda case, world: True,
+) -> pytest.MarkDecorator:
+    """Return the mark of a test that runs for the rows of the table that `which` accepts.
+
+    A test without the parameter `world` runs once for each case of these rows.
+    """
+    return pytest.mark.cases(which=which)
+
+
+def refusals(case: PathCase) -> dict[int, str]:
+    """Return the program's error for the settings of a case, by the numbers of ranks it holds for.
+
+    Legal numbers of ranks are left out.
+    """
+    try:
+        config = parse(_flags(case), paths=GRADIENT_PATHS)
+    except ConfigError as error:
+        return dict.fromkeys(WORLDS, str(error))
+    found = dict[int, str]()
+    for world in WORLDS:
+        try:
+            resolve(config, world)
+        except ConfigError as error:
+            found[world] = str(error)
+    return found
+
+
+def _flags(case: PathCase) -> list[str]:
+    settings = {"grad_path": case.name} | case.options
+    settings |= {"grad_wire": case.wire} if case.wire else {}
+    settings |= {"dp_inner_size": case.inner} if case.inner > 1 else {}
+    settings |= {"use_distributed_optimizer": True} if case.sharded else {}
+    # The parameters of an offloaded run have 16 bits.
+    settings |= {"optimizer_cpu_offload": True, "bf16": True} if case.offloaded else {}
+    flags = RUN.split()
+    for name, value in settings.items():
+        flags += [flag_name(name), str(value).lower() if isinstance(value, bool) else str(value)]
+    return flags
+
+
+def combined() -> Iterator[PathCase]:
+    """Yield every path and options of `PATHS` with every wire and every place of the states."""
+    seen = list[tuple[str, dict[str, Any]]]()
+    for line in PATHS:
+        if (line.name, line.options) in seen:
+            continue
+        seen.append((line.name, line.options))
+        assert line.is_plain, f"{case_id(line)}: the first line of these options has no others"
+        for wire in WIRES:
+            yield from (replace(line, wire=wire, **states) for states in STATES)
+
+
+@cache
+def product() -> tuple[Row, ...]:
+    """Return every legal row."""
+    rows = list[Row]()
+    for case in combined():
+        refused = refusals(case)
+        rows += [Row(case, world) for world in WORLDS if world not in refused]
+    return tuple(rows)
+
+
+@cache
+def table() -> tuple[Row, ...]:
+    """Return legal rows that have every legal pair of values.
+
+    Lines of `PATHS` without other settings are rows on every number of ranks, the other lines on
+    two ranks, or on four where two are too few.
+    """
+    legal = product()
+    numbers = {row.values: number for number, row in enumerate(legal)}
+    lines = list[int]()
+    for line in PATHS:
+        values = [Row(line, world).values for world in WORLDS]
+        found = [numbers[each] for each in values if each in numbers]
+        several = [number for number in found if legal[number].world > 1]
+        assert several, f"{case_id(line)}: {refusals(line)}"
+        lines += found if line.is_plain else several[:1]
+    chosen = covering([row.pairs for row in legal], lines)
+    return tuple(legal[number] for number in sorted(chosen))
+
+
+def covering(rows: Sequence[Collection[Any]], first: Iterable[int] = ()) -> set[int]:
+    """Return numbers of rows that together have every item of all rows, with `first` among them.
+
+    The row with most missing items is added next, the last one of those with equally many.
+    """
+    chosen = set(first)
+    missing = {item for row in rows for item in row}
+    missing -= {item for number in chosen for item in rows[number]}
+    while missing:
+        gains = [len(missing.intersection(row)) for row in rows]
+        best = max(range(len(rows)), key=lambda number: (gains[number], number))
+        chosen.add(best)
+        missing -= set(rows[best])
+    return chosen

@@ -1,0 +1,73 @@
+"""The pairwise table of the contract tests has what it should, and the program refuses the rest."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from tests.contract.harness import PATHS, WORLDS, PathCase, case_id
+from tests.contract.pairs import Row, combined, covering, product, refusals, table
+
+FLAGS = ("grad_wire", "use_distributed_optimizer", "dp_inner_size", "optimizer_cpu_offload")
+"""The settings that a refused combination names."""
+
+
+def test_a_covering_has_every_item_and_little_else() -> None:
+    rows = [
+        frozenset(combinations(enumerate((a, b, c)), 2)) for a in "ab" for b in "ab" for c in "ab"
+    ]
+    assert len(covering(rows)) == 4, "four rows have the twelve pairs of three factors"
+    first = covering(rows, first=[7])
+    assert 7 in first and frozenset().union(*(rows[n] for n in first)) == frozenset().union(*rows)
+    # The row of two items first, then the only one that has 3.
+    assert covering([{1}, {1, 2}, {2}, {3}]) == {1, 3}
+    assert covering([{1}, {1}]) == {1}, "the last of those with equally many"
+
+
+def test_every_legal_pair_of_values_is_in_the_table() -> None:
+    """A wire, or states that are sharded, have to be in a row of several ranks."""
+    legal, chosen = ([row.values for row in rows] for rows in (product(), table()))
+    assert {*chosen} <= {*legal} and len({*chosen}) == len(chosen)
+    for one, other in combinations(range(4), 2):
+        least = 1 if other == 3 else 2
+        pairs = {(row[one], row[other]) for row in legal if row[3] >= least}
+        assert pairs == {(row[one], row[other]) for row in chosen if row[3] >= least}
+
+
+def test_every_path_and_its_options_run_on_every_number_of_ranks() -> None:
+    chosen = {row.values for row in table()}
+    paths = {Row(line, 1).values[0] for line in PATHS}
+    assert {path for path, *_ in chosen} == paths
+    assert {(path, None, "whole", world) for path in paths for world in WORLDS} <= chosen
+
+
+def test_every_line_is_in_the_table_on_several_ranks() -> None:
+    chosen = {row.values[:3] for row in table() if row.world > 1}
+    assert {Row(line, 2).values[:3] for line in PATHS} <= chosen
+
+
+def test_what_is_not_legal_is_refused_with_a_message() -> None:
+    legal = {row.values for row in product()}
+    for case in combined():
+        refused = refusals(case)
+        for world in WORLDS:
+            assert (Row(case, world).values in legal) == (world not in refused), case_id(case)
+        for message in refused.values():
+            assert message.isprintable() and any(flag in message for flag in FLAGS), message
+
+
+def test_refusals_are_those_of_the_program() -> None:
+    assert refusals(PathCase("dense", wire="int8", sharded=True)) == {}
+    topk = PathCase("topk", {"topk_density": 0.1}, wire="int8")
+    assert {*refusals(topk)} == {*WORLDS} and "baselines encode" in refusals(topk)[4]
+    assert {*refusals(PathCase("dense", inner=2))} == {1, 2}, "two ranks are one group of two"
+
+
+def test_a_rounding_wire_takes_the_laws_of_exact_sums_from_a_case() -> None:
+    facts = {
+        wire: (case.lossless, case.linear)
+        for wire in (None, "fp32", "bf16", "int8", "int4")
+        for case in [PathCase("dense", wire=wire)]
+    }
+    exact, rounded, fed_back = (True, True), (True, False), (False, False)
+    assert list(facts.values()) == [exact, exact, rounded, fed_back, fed_back]
+    assert not PathCase("topk", lossless=False).lossless
