@@ -85,7 +85,7 @@ def refusals(case: PathCase) -> dict[int, str]:
 
 
 def _flags(case: PathCase) -> list[str]:
-    settings = {"grad_path": case.name} | case.options
+    settings: dict[str, Any] = {"grad_path": case.name} | case.options
     settings |= {"grad_wire": case.wire} if case.wire else {}
     settings |= {"dp_inner_size": case.inner} if case.inner > 1 else {}
     settings |= {"use_distributed_optimizer": True} if case.sharded else {}
