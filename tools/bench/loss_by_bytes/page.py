@@ -39,24 +39,27 @@ AS_BF16 = 2.0
 def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
     """Return the table of the groups by payload, with the names of runs that have no row yet."""
     gaps = gaps_of(rows)
+    gaps[DENSE] = dict.fromkeys((row["seed"] for row in rows if row["variant"] == DENSE), 0.0)
     beaten = {group.name: beaten_by(group, groups, gaps) for group in groups}
     shown = sorted(groups, key=lambda group: -group.payload)
     lines = table(COLUMNS, [[*_cells(group), _titles(beaten[group.name])] for group in shown])
     done = {row["name"] for row in rows}
     missing = [run.name for run in study() if run.name not in done]
     if missing:
-        lines += ["", f"Not run yet: {', '.join(missing)}."]
+        lines += ["", f"Not run yet: {len(missing)} runs, the next of them {missing[0]}."]
     return ReportedFinding(lines=lines, values={"beaten": beaten, "missing": missing})
 
 
 def beaten_by(
     group: RunGroup, groups: Sequence[RunGroup], gaps: Mapping[str, Mapping[int, float]]
-) -> list[str]:
+) -> list[str] | None:
     """Return the groups of at most the same payload whose loss is lower beyond doubt.
 
     That is by more than two standard errors of the mean difference over the seeds of both, which
-    must be two at least.
+    must be two at least. None if the group has one seed.
     """
+    if len(gaps[group.name]) < 2:
+        return None
     found: list[str] = []
     for other in groups:
         seeds = sorted(gaps[group.name].keys() & gaps[other.name].keys())
@@ -68,7 +71,9 @@ def beaten_by(
     return found
 
 
-def _titles(names: Sequence[str]) -> str:
+def _titles(names: Sequence[str] | None) -> str:
+    if names is None:
+        return "not known"
     return "; ".join(map(title_of, names)) or "none"
 
 

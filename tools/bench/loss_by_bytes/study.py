@@ -43,8 +43,8 @@ def of_seed(seed: int) -> list[StudyRun]:
         baseline("powersgd", "powersgd_4", [("powersgd-rank", "4")]),
         baseline("powersgd", "powersgd_16", [("powersgd-rank", "16")]),
         replace(in_turns(8), ranks=2),
-        local(8),
-        local(8, wire="int4"),
+        local(10),
+        local(10, wire="int4"),
         baseline("topk", "topk_0.01", [("topk-density", "0.01")]),
     ]
     return [StudyRun(variant=DENSE, seed=seed), *(replace(run, seed=seed) for run in runs)]
