@@ -38,7 +38,7 @@ class Row(NamedTuple):
     world: int
 
     @property
-    def values(self) -> tuple[object, ...]:
+    def values(self) -> tuple[object, str | None, str, int]:
         """The values of the four factors."""
         case = self.case
         options = tuple(case.options.items())
