@@ -111,12 +111,15 @@ def on_rank_mean(
         before = toy.residual()
         exists = {name: toy.exists(name) for name in SHAPES}
         mine = [gradients(number, micro, groups.dp.rank) for micro in range(2)]
+        updater = toy.engine.mask_updater
+        is_final = updater is None or updater.layout_is_final
         toy.backward(mine, loss_scale=scale)
         step = toy.finish()
         reduced = toy.reduced(step)
         toy.apply(step)
         found.append(
             {
+                "is_final": is_final,
                 "reduced": reduced,
                 "gradient": {n: (mine[0][n] + mine[1][n]).reshape(-1) * exists[n] for n in SHAPES},
                 "before": before,
@@ -128,6 +131,21 @@ def on_rank_mean(
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """Relative tolerance for values of size 1 after a few sums."""
+
+
+CODES = {"int8": 127, "int4": 7}
+"""Largest code of a wire."""
+
+
+def lost_for_good(case: PathCase, name: str, offered: torch.Tensor) -> float:
+    """Return a bound of what a wire loses of a mean before the masks of a run are final.
+
+    Nothing is kept until then. A rank, and the mean, are rounded by half a code of their largest
+    value at most; a scale in bf16 adds less than a tenth.
+    """
+    if case.wire not in CODES or len(SHAPES[name]) == 1:
+        return 0.0
+    return 1.1 * float(offered.abs().max()) / CODES[case.wire]
 
 
 def sent_as(case: PathCase, name: str) -> torch.dtype:
@@ -164,7 +182,8 @@ def test_2_3_mean_is_equal_on_every_rank_and_nothing_is_lost(
             kept = torch.stack([r["after"][name].double() for r in here])
             expected = (offered - kept).mean(0)
             close = 10 * max(ROUNDING[dtype], ROUNDING[sent_as(case, name)])
-            torch.testing.assert_close(reduced.double() / scale, expected, rtol=close, atol=close)
+            most = close + (0.0 if here[0]["is_final"] else lost_for_good(case, name, offered))
+            torch.testing.assert_close(reduced.double() / scale, expected, rtol=close, atol=most)
             if case.lossless:
                 assert not kept.any()
 

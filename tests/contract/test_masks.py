@@ -110,7 +110,9 @@ def on_rank_limit(
     for number in range(50):
         mine = [gradients(number, micro, groups.dp.rank) for micro in range(2)]
         toy.step(mine, clip_norm=1.0)
-    return {k: v for k, v in toy.state().items() if not k.startswith("shared/")}
+    state = {k: v for k, v in toy.state().items() if not k.startswith("shared/")}
+    # A residual of zeros equals none: a single rank loses nothing.
+    return {k: v for k, v in state.items() if not k.startswith("reducer/") or v.any()}
 
 
 @pytest.mark.parametrize(("case", "limit"), LIMITS, ids=lambda case: case_id(case))

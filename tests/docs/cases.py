@@ -142,5 +142,6 @@ CASES: dict[str, PageCase] = {
 
 NOT_RUN: dict[str, str] = {
     "scripts/test.sh --all": "runs every test, the one that types it too",
+    "scripts/test.sh --push": "runs every test, the one that types it too",
 }
 """Reasons why commands are not run, by the beginning of the command."""

@@ -38,7 +38,7 @@ CASES = {
     "powersgd-bf16": "--bf16 --grad-path powersgd",
     "lowrank-sparse-bf16": "--bf16 --grad-path lowrank+sparse",
     "roundrobin-bf16": "--bf16 --grad-path roundrobin --roundrobin-interval 2",
-    "demo-bf16": "--bf16 --grad-path demo --demo-sign false",
+    "demo-fp32": "--grad-path demo --demo-sign false",
 }
 # What the host waits for in every step. It may need no more: each wait drains the device's queue.
 HOST_WAITS = [
