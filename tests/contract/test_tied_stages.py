@@ -57,6 +57,8 @@ def test_5_tied_copies_are_summed_over_their_stages_after_the_last_backward(
     for t, (mine, other) in enumerate(zip(first, second, strict=True)):
         for what in mine:
             assert torch.equal(mine[what], other[what]), (t, what)
+        if not case.conserves or "outer_compression" in case.options:
+            continue  # what is kept is no part of the sum, or a part of other changes
         wanted = (gradients(t, 0)[TIED] + gradients(t, 1)[TIED]).reshape(-1)
         wanted = wanted * mine["exists"] + before
         torch.testing.assert_close(mine["reduced"] + mine["kept"], wanted, rtol=1e-5, atol=1e-5)

@@ -144,7 +144,7 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
         reducer = reducer.between
     if isinstance(reducer, RadiusReducer):
         own = [each for each in reducer._own if each.index is not None]
-        waits = [each.residual.pending for each in own]
+        waits = [each.residual.waiting(each.index) for each in own]
         index += sum(
             i.nbytes for each in own if isinstance(i := each.index, OffsetIndex | BitmapIndex)
         )
