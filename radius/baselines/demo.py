@@ -327,6 +327,8 @@ class DeMoReducer(FeedbackReducer):
         self._matrices: dict[int, list[_ChunkedMatrix]] = {}
 
     def plan(self, bucket: GradBucket) -> Sequence[str]:
+        from megatron.transfer import to_device
+
         if self.options.sends_all:
             return ()
         self._matrices[bucket.index] = found = list[_ChunkedMatrix]()
@@ -334,7 +336,7 @@ class DeMoReducer(FeedbackReducer):
         # A tensor-parallel rank may have nothing but padding of a parameter.
         for name in filter(lambda name: self.infos[name].local_entries, bucket.names):
             grid = ChunkGrid.of(self.infos[name].local_shape, self.options)
-            sides = (dct_matrix(side).to(device) for side in (grid.height, grid.width))
+            sides = (to_device(dct_matrix(side), device) for side in (grid.height, grid.width))
             found.append(_ChunkedMatrix(name, grid, at, *sides))
             at += grid.sent
         return bucket.names
