@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,20 +32,12 @@ from megatron.data_parallel.bucket_plan import (
     BYTES,
     BucketPlan,
     PathBytes,
-    PlannedCollective,
     RankShapes,
     StepTraffic,
 )
 from megatron.data_parallel.gradient_path import GradientPath
 from radius.baselines.feedback import CompressedWork, FeedbackReducer, check_start, options_of
-from radius.baselines.message_bytes import (
-    RESIDUAL_BYTES,
-    all_reduces,
-    from_start,
-    gathered_bytes,
-    matrices,
-    message_bytes,
-)
+from radius.baselines.message_bytes import gathered_plan, gathered_traffic, message_bytes
 from radius.baselines.rules import DEMO_PAIRS
 
 if TYPE_CHECKING:
@@ -126,34 +118,27 @@ class DeMoPath(GradientPath):
         return DeMoReducer(infos, exchange, options, model_shard=ModelShard(infos, groups))
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """Return the bytes of the momentum and of the messages of this rank and all ranks."""
-        momentum = messages = 0
-        for bucket in () if options_of(config, DeMoConfig).sends_all else matrices(rank):
-            momentum += RESIDUAL_BYTES * sum(rank.params[n].local_entries for n in bucket.slices)
-            messages += gathered_bytes(_message_bytes(config, rank, bucket), rank.ranks)
-        own = momentum * 4 // RESIDUAL_BYTES
-        return PathBytes({"residual": momentum}, {"messages": messages}, own=own)
+        """Return the bytes of the momentum, a residual, and of the messages."""
+        return gathered_plan(rank, self._message(config, rank))
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
-        """Return the traffic: dense steps, then a message to every rank per bucket of matrices."""
-        options = options_of(config, DeMoConfig)
-        sparse = dense = all_reduces(rank, BYTES[config.precision.grad_dtype])
-        if not options.sends_all:
-            sparse = [
-                PlannedCollective("all-gather", _message_bytes(config, rank, bucket), number)
-                if bucket.kind.matrix
-                else dense[number]
-                for number, bucket in enumerate(rank.buckets)
-            ]
-        return from_start(options.demo_start_iter, config.total_iterations(), dense, sparse)
+        return gathered_traffic(
+            rank,
+            self._message(config, rank),
+            start=options_of(config, DeMoConfig).demo_start_iter,
+            steps=config.total_iterations(),
+            value_bytes=BYTES[config.precision.grad_dtype],
+        )
 
+    def _message(self, config: Config, rank: RankShapes) -> Callable[[BucketPlan], int] | None:
+        """Return the function of a bucket's message; None if everything is sent."""
+        options, value_bytes = options_of(config, DeMoConfig), BYTES[config.precision.grad_dtype]
 
-def _message_bytes(config: Config, rank: RankShapes, bucket: BucketPlan) -> int:
-    """Return the bytes of a rank's message for a bucket of matrices."""
-    options = options_of(config, DeMoConfig)
-    grids = [ChunkGrid.of(rank.params[name].local_shape, options) for name in bucket.slices]
-    value_bytes = BYTES[config.precision.grad_dtype]
-    return message_bytes(sum(grid.sent for grid in grids), value_bytes, POSITION_BYTES)
+        def message(bucket: BucketPlan) -> int:
+            grids = [ChunkGrid.of(rank.params[n].local_shape, options) for n in bucket.slices]
+            return message_bytes(sum(grid.sent for grid in grids), value_bytes, POSITION_BYTES)
+
+        return None if options.sends_all else message
 
 
 @dataclass(frozen=True)

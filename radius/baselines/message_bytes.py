@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -68,6 +68,45 @@ def message_bytes(entries: int, value_bytes: int, position_bytes: int = POSITION
 def gathered_bytes(message: int, ranks: int) -> int:
     """Return the bytes that a rank holds of an all-gather: its message, and those of all ranks."""
     return message * (1 + ranks * (ranks > 1))
+
+
+def gathered_plan(rank: RankShapes, message: Callable[[BucketPlan], int] | None) -> PathBytes:
+    """Return the bytes of residuals, and of the messages of this rank and all ranks.
+
+    `message` returns the bytes of a rank's message for a bucket of matrices; None: everything is
+    sent, and there are none.
+    """
+    if message is None:
+        return PathBytes({"residual": 0}, {"messages": 0})
+    residual = messages = 0
+    for bucket in matrices(rank):
+        residual += RESIDUAL_BYTES * sum(rank.params[n].local_entries for n in bucket.slices)
+        messages += gathered_bytes(message(bucket), rank.ranks)
+    own = residual * 4 // RESIDUAL_BYTES
+    return PathBytes({"residual": residual}, {"messages": messages}, own=own)
+
+
+def gathered_traffic(
+    rank: RankShapes,
+    message: Callable[[BucketPlan], int] | None,
+    *,
+    start: int,
+    steps: int,
+    value_bytes: int,
+) -> list[StepTraffic]:
+    """Return the traffic: dense before step `start`, then a message to every rank per bucket.
+
+    `message` is that of `gathered_plan`. 1-D parameters are always averaged.
+    """
+    sparse = dense = all_reduces(rank, value_bytes)
+    if message is not None:
+        sparse = [
+            PlannedCollective("all-gather", message(bucket), number)
+            if bucket.kind.matrix
+            else dense[number]
+            for number, bucket in enumerate(rank.buckets)
+        ]
+    return from_start(start, steps, dense, sparse)
 
 
 def powersgd_bytes(rank: RankShapes, *, factors: FactorRank) -> PathBytes:

@@ -6,29 +6,22 @@ This file is the whole path: settings, reducer, and bytes for the planner. The m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config import ValueRange, at_least, option, section
 from megatron.data_parallel.bucket_plan import (
     BYTES,
+    BucketPlan,
     PathBytes,
-    PlannedCollective,
     RankShapes,
     StepTraffic,
 )
 from megatron.data_parallel.gradient_path import GradientPath
 from radius.baselines.feedback import CompressedWork, FeedbackReducer, check_start, options_of
 from radius.baselines.largest_entries import add_mean, check_positions, take_largest
-from radius.baselines.message_bytes import (
-    RESIDUAL_BYTES,
-    all_reduces,
-    entries_message,
-    from_start,
-    gathered_bytes,
-    matrices,
-)
+from radius.baselines.message_bytes import entries_message, gathered_plan, gathered_traffic
 from radius.baselines.rules import BASELINE_PAIRS
 
 if TYPE_CHECKING:
@@ -88,34 +81,27 @@ class TopKPath(GradientPath):
         )
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """Return the bytes of residuals and of the messages of this rank and all ranks."""
-        residual = messages = 0
-        for bucket in matrices(rank) if options_of(config, TopKConfig).topk_density < 1 else ():
-            residual += RESIDUAL_BYTES * sum(rank.params[n].local_entries for n in bucket.slices)
-            message = self._message_bytes(config, rank, bucket.slices)
-            messages += gathered_bytes(message, rank.ranks)
-        own = residual * 4 // RESIDUAL_BYTES
-        return PathBytes({"residual": residual}, {"messages": messages}, own=own)
+        return gathered_plan(rank, self._message(config, rank))
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
-        """Return the traffic: dense steps, then a message to every rank per bucket of matrices."""
-        options = options_of(config, TopKConfig)
-        sparse = dense = all_reduces(rank, BYTES[config.precision.grad_dtype])
-        if options.topk_density < 1:
-            sparse = [
-                PlannedCollective(
-                    "all-gather", self._message_bytes(config, rank, bucket.slices), number
-                )
-                if bucket.kind.matrix
-                else dense[number]
-                for number, bucket in enumerate(rank.buckets)
-            ]
-        return from_start(options.topk_start_iter, config.total_iterations(), dense, sparse)
+        return gathered_traffic(
+            rank,
+            self._message(config, rank),
+            start=options_of(config, TopKConfig).topk_start_iter,
+            steps=config.total_iterations(),
+            value_bytes=BYTES[config.precision.grad_dtype],
+        )
 
-    def _message_bytes(self, config: Config, rank: RankShapes, names: Iterable[str]) -> int:
+    def _message(self, config: Config, rank: RankShapes) -> Callable[[BucketPlan], int] | None:
+        """Return the function of a bucket's message; None if everything is sent."""
         density = options_of(config, TopKConfig).topk_density
-        params = [rank.params[name] for name in names]
-        return entries_message(params, density, BYTES[config.precision.grad_dtype])
+        value_bytes = BYTES[config.precision.grad_dtype]
+
+        def message(bucket: BucketPlan) -> int:
+            params = [rank.params[name] for name in bucket.slices]
+            return entries_message(params, density, value_bytes)
+
+        return message if density < 1 else None
 
 
 @dataclass

@@ -43,7 +43,7 @@ def cut(side: int, chunk: int) -> list[list[int]]:
 
 
 def dct_of(n: int) -> torch.Tensor:
-    """The orthonormal DCT-II, fp64, entry by entry."""
+    """Return the orthonormal DCT-II, fp64, entry by entry."""
     rows = [
         [math.sqrt((2 if i else 1) / n) * math.cos(math.pi * i * (2 * j + 1) / (2 * n))]
         for i in range(n)
@@ -55,7 +55,7 @@ def dct_of(n: int) -> torch.Tensor:
 def sent_of(
     momentum: torch.Tensor, options: DeMoConfig, dtype: torch.dtype, scale: float
 ) -> torch.Tensor:
-    """What a rank sends of its momentum, fp64 [rows, columns], as entries of the matrix."""
+    """Return what a rank sends of its momentum, fp64 [rows, columns], as entries of the matrix."""
     found = torch.zeros_like(momentum)
     rows, columns = momentum.shape
     for down in cut(rows, options.demo_chunk):
