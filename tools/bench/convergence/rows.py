@@ -34,8 +34,9 @@ def row_of(run: StudyRun, plan: StudyPlan, folder: Path, *, exit_code: int) -> R
     `DataError` if the folder is not that of a finished run.
     """
     steps, valid = _read(folder / JSONL)
-    if not steps or (exit_code == 0 and plan.steps not in valid):
-        raise DataError(f"{folder}: holds no evaluation of step {plan.steps}; remove the folder")
+    length = run.length(plan)
+    if not steps or (exit_code == 0 and length not in valid):
+        raise DataError(f"{folder}: holds no evaluation of step {length}; remove the folder")
     taken = [steps[i] for i in sorted(steps)]
     losses = {i: float(step["lm_loss"]) for i, step in steps.items()}
     norms = [float(step["grad_norm"]) for step in taken if step["grad_norm"] is not None]
@@ -54,8 +55,8 @@ def row_of(run: StudyRun, plan: StudyPlan, folder: Path, *, exit_code: int) -> R
         "plan": asdict(plan),
         "exit_code": exit_code,
         "last_step": max(steps),
-        "valid_loss": valid.get(plan.steps) if exit_code == 0 else None,
-        "train_loss": _tail(losses, plan),
+        "valid_loss": valid.get(length) if exit_code == 0 else None,
+        "train_loss": _tail(losses, length),
         "payload": {"mean": round(statistics.fmean(payload), 6), "most": round(max(payload), 6)},
         "clipped": round(sum(norm > CLIP for norm in norms) / max(1, len(norms)), 4),
         "largest_norm": max(norms, default=0.0),
@@ -77,7 +78,7 @@ def setting(row: Row) -> tuple[int, float, str]:
 
 
 def curve(losses: Mapping[int, float], plan: StudyPlan) -> list[tuple[int, float]]:
-    """Return the mean loss of each window of the run whose steps `losses` has completely."""
+    """Return the mean loss of each window of a run of the plan that `losses` has completely."""
     width = plan.steps // WINDOWS
     points: list[tuple[int, float]] = []
     for last in range(width, plan.steps + 1, width):
@@ -182,7 +183,7 @@ def _payload(
     return float(record["density"]) * (_stored(run, plan) if pruned else 1.0)
 
 
-def _tail(losses: Mapping[int, float], plan: StudyPlan) -> float | None:
-    first = plan.steps - plan.steps // 20 + 1
-    last = [losses[i] for i in range(first, plan.steps + 1) if i in losses]
+def _tail(losses: Mapping[int, float], steps: int) -> float | None:
+    first = steps - steps // 20 + 1
+    last = [losses[i] for i in range(first, steps + 1) if i in losses]
     return round(statistics.fmean(last), 5) if last else None

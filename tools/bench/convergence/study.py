@@ -93,7 +93,7 @@ class StudyRun:
     run after which the path takes over from a dense run, None for a run from the beginning.
     `interval` of Radius, and the intervals in `every`, by flag, are given for `REFERENCE_STEPS`.
     `sparsity` and `ticket` prune the model. `flags` are the path's own, without leading dashes.
-    `dtype` of the parameters is the plan's if None.
+    `dtype` of the parameters and the number of `steps` are the plan's if None.
     """
 
     variant: str
@@ -110,6 +110,7 @@ class StudyRun:
     flags: tuple[Flag, ...] = ()
     ranks: int = 1
     dtype: str | None = None
+    steps: int | None = None
 
     @property
     def name(self) -> str:
@@ -128,6 +129,10 @@ class StudyRun:
     def is_dense(self) -> bool:
         """Whether other runs fork from this run and are compared with it."""
         return self.variant == DENSE
+
+    def length(self, plan: StudyPlan) -> int:
+        """Return the number of steps, at the end of which the learning rate is at its lowest."""
+        return plan.steps if self.steps is None else self.steps
 
     def entries(self, plan: StudyPlan) -> int:
         """Return the number of trained parameters, after pruning."""
@@ -158,6 +163,7 @@ def fork_steps(plan: StudyPlan) -> list[int]:
 
 def flags_of(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> list[str]:
     """Return the flags of a run for `pretrain_gpt.py`; `data` holds what `prepare` made."""
+    steps = run.length(plan)
     values: dict[str, object] = {
         "num-layers": run.shape[0],
         "hidden-size": run.shape[1],
@@ -172,17 +178,17 @@ def flags_of(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> l
         "seed": run.seed,
         "micro-batch-size": plan.batch // run.ranks,
         "global-batch-size": plan.batch,
-        "train-iters": plan.steps,
+        "train-iters": steps,
         "lr": "1e-3",
         "min-lr": "1e-4",
         "lr-decay-style": "cosine",
-        "lr-warmup-iters": plan.steps // 50,
+        "lr-warmup-iters": steps // 50,
         "weight-decay": 0.1,
         "clip-grad": CLIP,
         "adam-beta2": run.beta2,
         "eval-iters": plan.valid_tokens // plan.tokens,
-        "eval-interval": plan.steps,
-        "log-interval": plan.steps // 20,
+        "eval-interval": steps,
+        "log-interval": steps // 20,
         "grad-path": run.path,
         "run-dir": runs_dir / run.name,
     }

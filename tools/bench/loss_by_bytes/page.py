@@ -19,7 +19,7 @@ from tools.bench.convergence.report import (
 )
 from tools.bench.convergence.rows import Row
 from tools.bench.convergence.study import DENSE
-from tools.bench.loss_by_bytes.study import SEEDS, of_seed, study
+from tools.bench.loss_by_bytes.study import SEEDS, SHORTER, of_seed, study
 
 COLUMNS = (
     "run",
@@ -38,6 +38,7 @@ AS_BF16 = 2.0
 
 def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
     """Return the table of the groups by payload, with the names of runs that have no row yet."""
+    groups = [group for group in groups if not group.name.startswith(SHORTER)]
     gaps = gaps_of(rows)
     gaps[DENSE] = dict.fromkeys((row["seed"] for row in rows if row["variant"] == DENSE), 0.0)
     beaten = {group.name: beaten_by(group, groups, gaps) for group in groups}

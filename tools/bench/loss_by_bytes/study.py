@@ -19,9 +19,15 @@ from tools.bench.convergence.study import (
 PLAN = StudyPlan(steps=400, tokens=512, sequence=128, valid_tokens=65536)
 """The size of the runs, that of `tools.bench.rolling`: a dense run serves both studies."""
 SEEDS = (1, 2, 3, 4)
+OTHER_SEEDS = SEEDS[:2]
+"""Seeds of the runs that are clearly beaten after two."""
+LENGTHS = (80, 120, 160, 240, 320)
+"""Steps of the shorter dense runs, with which `tools.bench.time_to_loss` compares at equal time."""
 INTERVAL = 20
 """T of the rolling schedule, in steps."""
-MOST_RUNS = 60
+SHORTER = "dense_steps_"
+"""Prefix of the variants of shorter dense runs."""
+MOST_RUNS = 80
 
 
 def study() -> tuple[StudyRun, ...]:
@@ -30,24 +36,33 @@ def study() -> tuple[StudyRun, ...]:
 
 
 def of_seed(seed: int) -> list[StudyRun]:
-    """Return the dense run of a seed, and a run of each setting that forks from it."""
+    """Return the dense run of a seed, a run of each setting that forks from it, and shorter runs."""
     runs = [
         encoded("bf16"),
         encoded("int8"),
         encoded("int4"),
-        radius(0.35, "bf16"),
-        radius(0.35, "int8"),
         radius(0.35, "int4"),
-        radius(0.1, "int8"),
         baseline("lowrank+sparse", "lowrank_4_0.01", []),
         baseline("powersgd", "powersgd_4", [("powersgd-rank", "4")]),
         baseline("powersgd", "powersgd_16", [("powersgd-rank", "16")]),
-        replace(in_turns(8), ranks=2),
         local(10),
         local(10, wire="int4"),
-        baseline("topk", "topk_0.01", [("topk-density", "0.01")]),
     ]
+    if seed in OTHER_SEEDS:
+        runs += [
+            radius(0.35, "bf16"),
+            radius(0.35, "int8"),
+            radius(0.1, "int8"),
+            replace(in_turns(8), ranks=2),
+            baseline("topk", "topk_0.01", [("topk-density", "0.01")]),
+        ]
+    runs += [shorter(steps) for steps in LENGTHS]
     return [StudyRun(variant=DENSE, seed=seed), *(replace(run, seed=seed) for run in runs)]
+
+
+def shorter(steps: int) -> StudyRun:
+    """Return a dense run whose learning rate has reached its lowest after `steps`."""
+    return StudyRun(variant=f"{SHORTER}{steps}", seed=1, steps=steps)
 
 
 def encoded(wire: str) -> StudyRun:
