@@ -34,14 +34,11 @@ CODE = [
 ]
 READS_ENVIRONMENT = (
     "megatron/launch.py",
-    "megatron/launch.py",
     "tools/bench/common/netlab.py",
     "tools/golden_runs.py",
+    "tools/studies/execution.py",
 )
-"""Files that read the environment.
-
-The last file is a launcher: it passes torchrun's variables on to ranks that it forks.
-"""
+"""Files that read the environment: all but the first pass it on to what they start."""
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 UNSAFE_CALLS = {
     "eval",

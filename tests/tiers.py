@@ -49,6 +49,7 @@ BY_THE_PROGRAM = {
     "tests/data/test_workers.py",
     "tests/golden/test_golden.py",
     "tests/snapshots/test_snapshots.py",
+    "tests/studies/test_execution.py::test_a_real_study_is_made_in_two_starts_and_reported",
     "tests/tools/test_doctor.py",
 }
 """Files, or tests of them, for which the program itself starts processes. `kind_is_right` of

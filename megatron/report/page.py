@@ -31,16 +31,16 @@ def run_page(run: RunData, *, written: str) -> str:
     body = [
         f"<header><h1>{escape(run.name)}</h1>{badge}</header>",
         _tiles(tiles(run)),
-        _charts(run_charts(run)) or '<p class="card">No step is recorded yet.</p>',
+        chart_cards(run_charts(run)) or '<p class="card">No step is recorded yet.</p>',
         '<div class="tables">',
-        _table("Run", run_table(run)),
-        _table("Configuration", config_table(run)),
-        _table(
+        table_card("Run", run_table(run)),
+        table_card("Configuration", config_table(run)),
+        table_card(
             "Step time by phase",
             phase_table(run),
             head=("phase, slowest rank", "ms, median", "of the step"),
         ),
-        _table(
+        table_card(
             "Evaluations",
             evaluation_table(run),
             head=("iteration", "set", "loss", *(name.replace("_", " ") for name in evaluated(run))),
@@ -74,13 +74,13 @@ def comparison_page(
     It has the `settings` that differ, the figures (`rows`), each with its heading first, and the
     charts.
     """
-    differing = _table("Settings that differ", settings[1:], head=tuple(settings[0]))
-    figures = _table("Runs", rows[1:], head=tuple(rows[0]))
+    differing = table_card("Settings that differ", settings[1:], head=tuple(settings[0]))
+    figures = table_card("Runs", rows[1:], head=tuple(rows[0]))
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
         differing or '<p class="card">No setting differs.</p>',
         figures,
-        _charts(charts),
+        chart_cards(charts),
     ]
     return document(title, body, written=written)
 
@@ -110,7 +110,7 @@ def _tiles(figures: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="tiles">{"".join(cards)}</div>'
 
 
-def _charts(charts: Sequence[Picture]) -> str:
+def chart_cards(charts: Sequence[Picture]) -> str:
     """Return the charts as pictures, or a note in their place; empty without charts."""
     if charts and not can_draw():
         return f'<p class="card">The charts are left out: {escape(NEEDS_MATPLOTLIB)}.</p>'
@@ -121,11 +121,12 @@ def _charts(charts: Sequence[Picture]) -> str:
 def _memory(run: RunData) -> str:
     """Return the section of the memory of a step; empty without a ledger."""
     rows = memory_table(run.ledger)
-    table = _table("Memory of a training step", rows[1:], head=rows[0] if rows else ())
-    return table + (_charts(memory_charts(run.ledger)) if can_draw() else "")
+    table = table_card("Memory of a training step", rows[1:], head=rows[0] if rows else ())
+    return table + (chart_cards(memory_charts(run.ledger)) if can_draw() else "")
 
 
-def _table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:
+def table_card(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:
+    """Return a table with a title; empty without rows."""
     if not rows:
         return ""
     lines = [f'<section class="card"><h2>{escape(title)}</h2><table>']

@@ -19,7 +19,7 @@ from tools.bench.convergence.groups import groups_of
 from tools.bench.convergence.measure import measure, study_seconds
 from tools.bench.convergence.radius import MOST_RUNS, radius, rolling, study
 from tools.bench.convergence.rows import read_rows
-from tools.bench.convergence.run import Processes, prepare, run_all
+from tools.bench.convergence.run import Processes, run_all
 from tools.bench.convergence.study import (
     EARLY,
     START,
@@ -30,6 +30,7 @@ from tools.bench.convergence.study import (
     fork_steps,
     stages,
 )
+from tools.studies.text_data import prepare
 
 PLAN = StudyPlan(steps=200, tokens=64, sequence=16, valid_tokens=64)
 STUDY = study()
@@ -281,4 +282,4 @@ def test_processes_tell_exit_codes_and_keep_what_was_said(tmp_path: Path) -> Non
 def test_preparing_names_the_text_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(ConfigError, match="valid"):
-        prepare(tmp_path, tmp_path / "data")
+        prepare(tmp_path, tmp_path / "data", vocabulary=300)

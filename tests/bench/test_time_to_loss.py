@@ -1,102 +1,104 @@
-"""The page that puts losses of the convergence study against measured time."""
+"""The page that puts losses of paths against those of dense runs of the same time."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tools.bench.gradient_path.rows import GradientPathRow
+from megatron.errors import ConfigError
+from tests.studies.files import row, write_study
 from tools.bench.time_to_loss import run as time_to_loss
-from tools.bench.time_to_loss.run import GROUPS, RESULTS, courses, runs_of, seconds_until
+from tools.bench.time_to_loss.iso_time import DenseLosses, compare
+from tools.bench.time_to_loss.run import (
+    DENSE,
+    DENSE_BF16,
+    SHORTER,
+    STUDY,
+    WARM_UP,
+    timed,
+    timed_paths,
+)
+from tools.studies.declaration import read_study
+from tools.studies.rows import StudyRow, read_rows, write_rows
 
-PLAN = {"steps": 1000, "tokens": 1024, "sequence": 128, "valid_tokens": 131072, "dtype": "bf16"}
-
-
-def run(group: str, *, loss: float = 5.0, interval: int | None = None) -> dict[str, Any]:
-    """A row of the study whose loss falls by 1 in 1000 steps to `loss`."""
-    return {
-        "name": f"{group}-seed1",
-        "group": group,
-        "seed": 1,
-        "start": None if group == "dense" else 0.2,
-        "interval": interval,
-        "plan": PLAN,
-        "valid_loss": loss + 0.1,
-        "curve": [[step, loss + 1 - step / 1000] for step in range(10, 1001, 10)],
-    }
+LENGTHS = (80, 160, 240, 400)
 
 
-def study() -> list[dict[str, Any]]:
-    """Return all runs of the page; runs of sparse paths end 0.2 higher."""
+def dense_rows() -> list[StudyRow]:
+    """Return rows of dense runs: half the steps lose 0.1 more, and seed 2 0.01 more."""
     return [
-        run(
-            group,
-            loss=5.0 if group == "dense" else 5.2,
-            interval=25 if group.startswith(("radius", "rolling")) else None,
+        replace(
+            row(DENSE if steps == 400 else f"{SHORTER}{steps}", seed, 5.0, settings="0"),
+            steps=steps,
+            valid_loss=5.0 + 0.1 * (400 / steps - 1) + 0.01 * (seed - 1),
         )
-        for group in GROUPS.values()
+        for steps in LENGTHS
+        for seed in (1, 2)
     ]
 
 
-def step(method: str, median: float, resample: float | None = None) -> GradientPathRow:
-    return GradientPathRow(
-        method=method,
-        median=median,
-        least=median,
-        predicted=median,
-        blocked=0.0,
-        bytes_sent=1.0,
-        counted=None,
-        resample=resample,
-    )
+def dense() -> DenseLosses:
+    return DenseLosses(dense_rows(), dense=DENSE, shorter=SHORTER)
 
 
-def test_steps_are_dense_up_to_the_fork_and_every_interval_s_is_a_resample() -> None:
-    sparse = run("radius_0.4", interval=25)
-    row = step("radius-0.4", 1.0, resample=3.0)
-    until = {i: seconds_until(i, sparse, row, 2.0) for i in (100, 200, 210, 225, 250)}
-    assert until == {100: 200, 200: 400, 210: 410, 225: 424 + 3, 250: 448 + 6}
-    assert seconds_until(250, run("topk_0.1"), step("topk-0.1", 1.0), 2.0) == 450
-    assert seconds_until(250, run("dense"), step("dense", 2.0), 2.0) == 500
+def test_dense_runs_of_other_lengths_are_interpolated_in_the_logarithm() -> None:
+    losses = dense()
+    assert losses.lengths == list(LENGTHS) and losses.seeds == {1, 2}
+    assert losses.at(400, 1) == 5.0 and losses.at(80, 2) == pytest.approx(5.41)
+    between = losses.at((160 * 240) ** 0.5, 1)
+    assert between == pytest.approx((losses.at(160, 1) + losses.at(240, 1)) / 2)
 
 
-def test_a_run_is_compared_with_dense_at_the_time_when_it_is_over() -> None:
-    rows = {name: step(name, 2.0 if name == "dense" else 0.75) for name in GROUPS}
-    found = {course.method: course for course in courses(runs_of(study()), rows)}
-    assert list(found) == list(GROUPS)
-    dense, sparse = found["dense"], found["radius-0.4"]
-    # 200 steps of 2 s and 800 of 0.75 s are as long as 500 dense steps.
-    assert (dense.seconds, sparse.seconds) == (2000, 1000)
-    assert sparse.loss == pytest.approx(5.2, abs=0.02) and sparse.step == 0.75
-    assert sparse.dense_then == pytest.approx(5.51) and dense.dense_then == dense.loss
+def test_a_path_is_compared_with_a_dense_run_of_its_time() -> None:
+    # 80 dense steps and 320 that take a quarter: as long as 160 dense steps.
+    losses = {1: 5.05, 2: 5.06, 3: 9.0}
+    found = compare("a", losses, dense(), before=80, step=0.5, dense_step=2.0)
+    assert (found.share, found.dense_steps, found.seeds) == (0.25, 160.0, (1, 2))
+    assert found.dense_loss == pytest.approx(5.155) and found.loss == pytest.approx(5.055)
+    assert found.difference == pytest.approx(-0.1) and found.error == pytest.approx(0, abs=1e-12)
+    assert found.verdict == "pays"
+    assert replace(found, error=0.06).verdict == "not shown"
+    assert replace(found, difference=0.1).verdict == "does not pay"
 
 
-def test_a_run_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    missing = [row for row in study() if row["group"] != "topk_0.1"]
-    with pytest.raises(time_to_loss.ConfigError, match="topk_0.1"):
-        runs_of(missing)
-    assert time_to_loss.main(["--rates", "none", "--rounds", "1"]) == 2
-    assert "--rounds 1: must be at least 2" in capsys.readouterr().err
+def test_a_path_slower_than_dense_is_compared_with_the_whole_dense_run() -> None:
+    found = compare("a", {1: 5.05}, dense(), before=80, step=3.0, dense_step=2.0)
+    assert found.dense_steps == 400 and found.difference == pytest.approx(0.05)
+    assert found.error is None and found.verdict == "not shown"
 
 
-def test_the_study_that_is_here_has_all_of_them() -> None:
-    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
-    assert set(runs_of(rows)) == set(GROUPS)
+def test_a_missing_length_is_named() -> None:
+    rows = [each for each in dense_rows() if each.name != f"{SHORTER}160-seed2"]
+    with pytest.raises(ConfigError, match="no dense run of 160 steps and seed 2"):
+        DenseLosses(rows, dense=DENSE, shorter=SHORTER)
+    with pytest.raises(ConfigError, match="no finished run of dense"):
+        DenseLosses([], dense=DENSE, shorter=SHORTER)
 
 
-@pytest.mark.slow
+def test_every_timed_run_is_accepted_and_takes_its_path_at_once(tmp_path: Path) -> None:
+    study, rows = read_study(STUDY / "study.yaml"), read_rows(STUDY / "results.jsonl")
+    paths = timed_paths(study, rows)
+    assert {DENSE, DENSE_BF16} < {path.group for path in paths}
+    for path in paths:
+        flags = timed(study, path, tmp_path, Path("data"), period=20)  # checks them
+        assert flags[flags.index("--train-iters") + 1] == str(WARM_UP + 20)
+        assert "--load" not in flags
+
+
 def test_the_tool_measures_and_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
+    path = write_study(tmp_path, ("global-batch-size: 4", "global-batch-size: 4\n  bf16: true"))
     results = tmp_path / "rows.jsonl"
-    results.write_text("".join(json.dumps(row) + "\n" for row in study()), encoding="utf-8")
-    flags = ["--smoke", "--rates", "none", "--rounds", "2", "--results", str(results)]
+    paths = [row("dense_bf16", seed, 5.0 + seed / 100, settings="0") for seed in (1, 2)]
+    write_rows(results, [*dense_rows(), *paths])
+    flags = ["--rates", "none", "--period", "2", "--study", str(path), "--results", str(results)]
     assert time_to_loss.main([*flags, "--out", str(tmp_path)]) == 0
     page = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert page in capfd.readouterr().out
-    assert "## 4 ranks, no limit" in page and all(f"| {name} |" in page for name in GROUPS)
+    assert page in capfd.readouterr().out and "## 4 ranks, no limit" in page
     (found,) = json.loads((tmp_path / "results.json").read_text()).values()
-    assert [len(row["points"]) for row in found] == [100] * len(GROUPS)
+    assert [each["group"] for each in found] == [DENSE, DENSE_BF16]
+    assert all(each["step"] > 0 for each in found)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -36,8 +36,9 @@ from tools.bench.axonn_validation.plot import write_plot
 from tools.bench.common.netlab import Network, find_mpiexec
 from tools.bench.common.page_files import read_results, write_page
 from tools.bench.convergence.finished import is_finished
+from tools.bench.convergence.model import VOCABULARY
 from tools.bench.convergence.rows import records
-from tools.bench.convergence.run import prepare
+from tools.studies.text_data import prepare
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _write(measured(SMALL, Path(work)), options.out)
         else:
             find_mpiexec()  # before hours of anything else
-            data = prepare(options.text_folder, options.work / "data")
+            data = prepare(options.text_folder, options.work / "data", vocabulary=VOCABULARY)
             _write(measured(ValidationStudy(data=data), options.work), options.out)
     except SparsetronError as error:
         print(f"axonn_validation: {error}", file=sys.stderr)

@@ -39,9 +39,9 @@ from tools.bench.combination.training import (
     trained,
 )
 from tools.bench.common.page_files import FIGURE, write_page
-from tools.bench.convergence.groups import standard_error
 from tools.bench.convergence.report import table
 from tools.bench.convergence.rows import Row
+from tools.studies.statistics import standard_error
 
 paper_of = cache(paper_memory)
 planned_of = cache(planned_memory)

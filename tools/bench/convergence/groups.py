@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.bench.convergence.rows import Row, setting
 from tools.bench.convergence.study import DENSE
+from tools.studies.statistics import scatter_of, standard_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +68,6 @@ def gaps_of(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
         if row["variant"] != DENSE and None not in (row["valid_loss"], reference):
             found[row["group"]][row["seed"]] = row["valid_loss"] - reference
     return found
-
-
-def scatter_of(gaps: Iterable[Mapping[int, float]]) -> float | None:
-    """Return the standard deviation of a gap over seeds, pooled over groups with several seeds."""
-    several = [list(sample.values()) for sample in gaps if len(sample) > 1]
-    if not several:
-        return None
-    squares = sum((len(sample) - 1) * statistics.variance(sample) for sample in several)
-    return math.sqrt(squares / sum(len(sample) - 1 for sample in several))
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of at least two values."""
-    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def _group(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.report.charts import PALETTE
-from tools.bench.convergence.groups import RunGroup, standard_error, title_of
+from tools.bench.convergence.groups import RunGroup, title_of
 from tools.bench.convergence.plot import Panel
 from tools.bench.convergence.radius import study
 from tools.bench.convergence.report import (
@@ -21,6 +21,7 @@ from tools.bench.convergence.report import (
 )
 from tools.bench.convergence.rows import Row
 from tools.bench.convergence.study import REFERENCE_STEPS
+from tools.studies.statistics import standard_error
 
 COLUMNS = ("run", "seeds", "T", "payload", "largest", "clipped", "validation loss", "gap", "error")
 

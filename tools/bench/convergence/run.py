@@ -40,6 +40,7 @@ from tools.bench.convergence.study import (
     stages,
     trunk_stages,
 )
+from tools.studies.text_data import prepare
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -124,7 +125,7 @@ def _main(options: argparse.Namespace, study: Study) -> int:
     processes = Processes(threads=options.threads)
     signal.signal(signal.SIGTERM, lambda *_: processes.stop())
     signal.signal(signal.SIGINT, lambda *_: processes.stop())
-    data = prepare(options.text_folder, options.work / "data")
+    data = prepare(options.text_folder, options.work / "data", vocabulary=VOCABULARY)
     if options.measure:
         measure(runs, plan, data=data, work=options.work, jobs=options.jobs, runner=processes)
         return 0
@@ -138,38 +139,6 @@ def _main(options: argparse.Namespace, study: Study) -> int:
         runner=processes,
     )
     return 1 if failed else 0
-
-
-def prepare(text: Path, folder: Path) -> Path:
-    """Prepare a tokenizer and two data sets in `folder`; existing ones are kept."""
-    made = [folder / "tokenizer.json"]
-    made += [folder / f"{kind}_text_document.{end}" for kind in KINDS for end in ("bin", "idx")]
-    if all(path.is_file() for path in made):
-        return folder
-    files = {kind: sorted(str(path) for path in text.glob(f"{kind}*")) for kind in KINDS}
-    for kind, found in files.items():
-        if not found:
-            raise ConfigError(f"--text-folder: {text} holds no file {kind}*, as {kind}.jsonl.bz2")
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = ["train_tokenizer.py", "--input", *files["train"], "--output", str(made[0])]
-    tokenizer += ["--vocab-size", str(VOCABULARY), "--max-bytes", "16000000", "--overwrite"]
-    _tool(tokenizer)
-    for kind, found in files.items():
-        _tool(
-            ["preprocess_data.py", "--input", *found, "--output-prefix", str(folder / kind)]
-            + ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(made[0])]
-            + ["--append-eod", "--overwrite"]
-        )
-    return folder
-
-
-KINDS = ("train", "valid")
-
-
-def _tool(command: Sequence[str]) -> None:
-    done = subprocess.run([sys.executable, str(REPO / "tools" / command[0]), *command[1:]])
-    if done.returncode:
-        raise ConfigError(f"{command[0]} failed with exit code {done.returncode}; see above")
 
 
 def run_all(

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.report.charts import BLUE, GREEN, ORANGE, PURPLE, RED
-from tools.bench.convergence.groups import RunGroup, gaps_of, scatter_of, standard_error, title_of
+from tools.bench.convergence.groups import RunGroup, gaps_of, title_of
 from tools.bench.convergence.model import parameters, stored
 from tools.bench.convergence.plot import Panel
 from tools.bench.convergence.report import (
@@ -35,6 +35,7 @@ from tools.bench.pruning.study import (
     study,
     with_radius,
 )
+from tools.studies.statistics import scatter_of, standard_error
 
 COLUMNS = ("run", "seeds", "p", "f", "validation loss", "gap", "error", "bytes", "ticket")
 MAGNITUDE, RANDOM, EARLY_BIRD = pruned("magnitude"), pruned("random"), early_bird()

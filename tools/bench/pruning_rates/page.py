@@ -9,13 +9,14 @@ from typing import Any
 
 from megatron.report.charts import PALETTE
 from tools.bench.common.figures import plain_axes, save
-from tools.bench.convergence.groups import RunGroup, standard_error, title_of
+from tools.bench.convergence.groups import RunGroup, title_of
 from tools.bench.convergence.model import parameters
 from tools.bench.convergence.report import ReportedFinding, Study, size_of, table
 from tools.bench.convergence.rows import WINDOWS, Row
 from tools.bench.convergence.study import SEEDS, StudyRun
 from tools.bench.pruning.study import SPARSITY, from_scratch
 from tools.bench.pruning_rates.study import FACTORS, base_and_factor, study, swept
+from tools.studies.statistics import standard_error
 
 MOVING, STAYING = (from_scratch(SPARSITY, rewired=rewired).group for rewired in (True, False))
 Losses = dict[str, dict[int, dict[int, float]]]

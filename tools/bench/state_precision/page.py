@@ -13,7 +13,7 @@ from megatron.parallel.dims import ParallelDims
 from megatron.report.charts import PALETTE
 from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.common.figures import plain_axes, save
-from tools.bench.convergence.groups import RunGroup, standard_error
+from tools.bench.convergence.groups import RunGroup
 from tools.bench.convergence.model import HEADS, VOCABULARY, parameters
 from tools.bench.convergence.report import ReportedFinding, Study, table
 from tools.bench.convergence.rows import Row
@@ -28,6 +28,7 @@ from tools.bench.state_precision.study import (
     StateSetting,
     study,
 )
+from tools.studies.statistics import standard_error
 
 Losses = dict[str, dict[int, float]]
 """Validation loss by variant and seed."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
-from tools.bench.convergence.groups import standard_error
-from tools.bench.convergence.rows import Row
-from tools.bench.convergence.study import DENSE, START
-from tools.bench.loss_by_bytes.study import LENGTHS, PLAN, SHORTER
+from tools.studies.rows import StudyRow
+from tools.studies.statistics import BEYOND, standard_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +21,9 @@ class IsoTime:
     """A path beside a dense run that ends when the path's run does.
 
     `step` is the mean of a step, in seconds, `share` that of a step of dense over a bf16 wire.
-    `dense_steps` is the length of the dense run, at most that of the study, whose loss on the same
-    seeds is `dense_loss`. `difference` is the mean over seeds of the path's validation loss less
-    the dense run's, and `error` its standard error, None with one seed.
+    `dense_steps` is the length of the dense run, at most that of the path's run, and `dense_loss`
+    its loss on the same seeds. `difference` is the mean over seeds of the path's validation loss
+    less the dense run's, and `error` its standard error, None with one seed.
     """
 
     group: str
@@ -41,57 +39,80 @@ class IsoTime:
     @property
     def verdict(self) -> str:
         """Whether the path pays: beyond two standard errors."""
-        if self.error is None or abs(self.difference) <= 2 * self.error:
+        if self.error is None or abs(self.difference) <= BEYOND * self.error:
             return "not shown"
         return "pays" if self.difference < 0 else "does not pay"
 
 
-def losses_of(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Return the validation losses by group and seed.
+class DenseLosses:
+    """Losses of dense runs by length and seed.
 
-    Raises `ConfigError` if a seed of a dense run lacks a run of another length.
+    `shorter` is the prefix of the groups of shorter runs, `dense` the group of whole ones. Raises
+    `ConfigError` if a seed of `dense` lacks a length, or if there are none.
     """
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if row["valid_loss"] is not None:
-            found.setdefault(row["group"], {})[row["seed"]] = row["valid_loss"]
-    for steps in LENGTHS:
-        name = f"{SHORTER}{steps}"
-        if missing := found.get(DENSE, {}).keys() - found.get(name, {}).keys():
-            raise ConfigError(
-                f"--results: no finished run {name!r} of seed {min(missing)}; "
-                "tools.bench.loss_by_bytes.run makes it"
-            )
-    return found
 
+    def __init__(self, rows: Iterable[StudyRow], *, dense: str, shorter: str) -> None:
+        self._losses: dict[int, dict[int, float]] = {}
+        for row in rows:
+            if row.valid_loss is not None and (row.group == dense or row.group.startswith(shorter)):
+                self._losses.setdefault(row.steps, {})[row.seed] = row.valid_loss
+        if not self._losses:
+            raise ConfigError(f"--results: no finished run of {dense}; tools/study.py makes it")
+        for steps, losses in self._losses.items():
+            if missing := self._losses[self.steps].keys() - losses.keys():
+                raise ConfigError(
+                    f"--results: no dense run of {steps} steps and seed {min(missing)}; "
+                    "tools/study.py makes it"
+                )
 
-def dense_loss(steps: float, losses: Mapping[str, Mapping[int, float]], seed: int) -> float:
-    """Return the loss of a dense run of this length; `steps` lies within those that were run."""
-    known = {float(length): losses[f"{SHORTER}{length}"][seed] for length in LENGTHS}
-    known[float(PLAN.steps)] = losses[DENSE][seed]
-    lengths = sorted(known)
-    shorter = max(length for length in lengths if length <= steps)
-    longer = min(length for length in lengths if length >= steps)
-    if shorter == longer:
-        return known[shorter]
-    share = math.log(steps / shorter) / math.log(longer / shorter)
-    return known[shorter] + share * (known[longer] - known[shorter])
+    @property
+    def steps(self) -> int:
+        """Length of a whole run."""
+        return max(self._losses)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the runs, rising."""
+        return sorted(self._losses)
+
+    @property
+    def seeds(self) -> set[int]:
+        """Seeds of whole runs."""
+        return set(self._losses[self.steps])
+
+    def mean(self, steps: int) -> float:
+        """Return the mean loss of the runs of a length."""
+        return statistics.fmean(self._losses[steps].values())
+
+    def at(self, steps: float, seed: int) -> float:
+        """Return the loss of a dense run of this length, which lies within those that were run."""
+        shorter = max(length for length in self._losses if length <= steps)
+        longer = min(length for length in self._losses if length >= steps)
+        known = self._losses[shorter][seed]
+        if shorter == longer:
+            return known
+        share = math.log(steps / shorter) / math.log(longer / shorter)
+        return known + share * (self._losses[longer][seed] - known)
 
 
 def compare(
-    group: str, losses: Mapping[str, Mapping[int, float]], *, step: float, dense_step: float
+    group: str,
+    losses: Mapping[int, float],
+    dense: DenseLosses,
+    *,
+    before: int,
+    step: float,
+    dense_step: float,
 ) -> IsoTime:
     """Compare a path with dense over a bf16 wire, given the seconds of a step of both.
 
-    Steps before the path takes over are dense. A path whose run takes longer than the dense one is
-    compared with the whole dense run.
+    `losses` are the path's by seed; its first `before` steps are dense. A path whose run takes
+    longer than the dense one is compared with the whole dense run.
     """
-    before = START * PLAN.steps if group != DENSE else 0.0
-    length = before + (PLAN.steps - before) * step / dense_step
-    length = min(float(PLAN.steps), length)
-    seeds = tuple(sorted(losses[group].keys() & losses[DENSE].keys()))
-    ours = [losses[group][seed] for seed in seeds]
-    theirs = [dense_loss(length, losses, seed) for seed in seeds]
+    length = min(dense.steps, before + (dense.steps - before) * step / dense_step)
+    seeds = tuple(sorted(losses.keys() & dense.seeds))
+    ours = [losses[seed] for seed in seeds]
+    theirs = [dense.at(length, seed) for seed in seeds]
     differences = [mine - other for mine, other in zip(ours, theirs, strict=True)]
     return IsoTime(
         group=group,

@@ -1,12 +1,13 @@
 """Does a gradient path reach a lower loss than a dense run of the same time?
 
-    python -m tools.bench.time_to_loss.run --text-folder TEXT --out FOLDER     as root; 30 minutes
-    python -m tools.bench.time_to_loss.run --text-folder TEXT --rates none     loopback, no root
+    python -m tools.bench.time_to_loss.run --data FOLDER --out FOLDER     as root; 30 minutes
+    python -m tools.bench.time_to_loss.run --data FOLDER --rates none     loopback, no root
 
-Losses are those of `tools.bench.loss_by_bytes`. The step of each of its paths is timed here with
+Losses are those of `tools/bench/loss_by_bytes`. The step of each of its paths is timed here with
 the same program, model and batch: `pretrain_gpt.py` on four ranks, each in a network namespace of
 its own whose link has the given rate. A path that takes less time than dense over a bf16 wire is
-compared with a dense run that is as much shorter. Writes README.md, results.json and figure.png.
+compared with a dense run that is as much shorter. FOLDER of --data is that of the study. Writes
+README.md, results.json and figure.png.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, SparsetronError
-from megatron.metrics.logger import JSONL
 from megatron.report.charts import PALETTE
+from megatron.report.runs import read_run
 from tools.bench.common.figures import plain_axes, save
 from tools.bench.common.netlab import NO_LIMIT, Network, run
 from tools.bench.common.page_files import write_page
-from tools.bench.convergence.groups import title_of
-from tools.bench.convergence.measure import step_seconds
-from tools.bench.convergence.rows import read_rows
-from tools.bench.convergence.run import prepare
-from tools.bench.convergence.study import DENSE, StudyRun, flags_of
 from tools.bench.gradient_path.run import check_network
-from tools.bench.loss_by_bytes.study import INTERVAL, LENGTHS, PLAN, SEEDS, SHORTER, of_seed
-from tools.bench.time_to_loss.iso_time import IsoTime, compare, losses_of
+from tools.bench.time_to_loss.iso_time import DenseLosses, IsoTime, compare
+from tools.studies.commands import Commands
+from tools.studies.declaration import DeclaredRun, DeclaredStudy, read_study
+from tools.studies.rows import StudyRow, read_rows
+from tools.studies.statistics import losses_of
 
 REPO = Path(__file__).resolve().parents[3]
+STUDY = REPO / "tools" / "bench" / "loss_by_bytes"
 
-DENSE_BF16 = "dense_bf16"
+DENSE, DENSE_BF16, SHORTER = "dense", "dense_bf16", "dense_steps_"
 RANKS = 4
 RATES = ("1gbit", "200mbit", "50mbit")
 WARM_UP = 4
-"""Steps before the measured ones, which are a whole interval of every path that has one."""
-RESULTS = REPO / "tools" / "bench" / "loss_by_bytes" / "results.jsonl"
+"""Steps before the measured ones."""
+PERIOD = 20
+"""Measured steps: a whole interval of every path that has one."""
 
 Seconds = Mapping[str, float]
 """Mean seconds of a step by group."""
@@ -57,57 +58,78 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for network in networks:
             check_network(network)
-        losses = losses_of(read_rows(options.results, PLAN))
-        paths = [path for path in _paths() if path.group in losses]
-        data = prepare(options.text_folder, options.work / "data")
+        study, rows = read_study(options.study), read_rows(options.results)
+        dense = DenseLosses(rows, dense=DENSE, shorter=SHORTER)
+        paths = timed_paths(study, rows)
         found: dict[str, list[IsoTime]] = {}
         for network in networks:
-            steps = steps_on(network, paths, data, period=options.period)
+            steps = steps_on(network, study, paths, options.data, period=options.period)
             found[str(network)] = [
-                compare(path.group, losses, step=steps[path.group], dense_step=steps[DENSE_BF16])
+                compare(
+                    path.group,
+                    losses_of(row for row in rows if row.group == path.group),
+                    dense,
+                    before=0 if path.fork is None else path.fork.step,
+                    step=steps[path.group],
+                    dense_step=steps[DENSE_BF16],
+                )
                 for path in paths
             ]
     except SparsetronError as error:
         print(f"time_to_loss: {error}", file=sys.stderr)
         return error.exit_code
-    print(text := as_markdown(found))
+    print(text := as_markdown(found, dense))
     write_page(
         options.out,
         text=text,
         values={name: [asdict(each) for each in rows] for name, rows in found.items()},
-        draw=partial(draw, found=found, losses=losses),
+        draw=partial(draw, found=found, dense=dense),
     )
     return 0
 
 
-def _paths() -> list[StudyRun]:
-    """Return the runs of one seed whose steps are timed."""
-    return [run for run in of_seed(SEEDS[0]) if not run.group.startswith(SHORTER)]
+def timed_paths(study: DeclaredStudy, rows: Sequence[StudyRow]) -> list[DeclaredRun]:
+    """Return a run of each group that has a loss, without the shorter dense runs."""
+    known = {row.group for row in rows if row.valid_loss is not None}
+    first = {run.group: run for run in reversed(study.runs)}
+    return [
+        first[group] for group in study.groups if group in known and not group.startswith(SHORTER)
+    ]
 
 
-def steps_on(network: Network, paths: Sequence[StudyRun], data: Path, *, period: int) -> Seconds:
+def timed(
+    study: DeclaredStudy, path: DeclaredRun, folder: Path, data: Path, *, period: int
+) -> list[str]:
+    """Return the flags of a short run on `RANKS` ranks that takes the path from its first step."""
+    flags = dict(path.flags)
+    if "radius-start-iter" in flags:  # where losses were forked; here the index is drawn at once
+        flags["radius-start-iter"] = 0
+    flags |= {"train-iters": WARM_UP + period, "eval-iters": 0, "log-interval": 1}
+    run = replace(path, ranks=RANKS, fork=None, flags=flags, tokens=None)
+    (start,) = Commands(replace(study, runs=(run,)), folder, data).starts(run)
+    return start[1]
+
+
+def steps_on(
+    network: Network, study: DeclaredStudy, paths: Sequence[DeclaredRun], data: Path, *, period: int
+) -> Seconds:
     """Return the mean seconds of a step of each path on a network, in steps after `WARM_UP`."""
     found: dict[str, float] = {}
     for path in paths:
         with tempfile.TemporaryDirectory() as folder:
-            # A resampled index starts with the first step, instead of where losses were forked.
-            own = replace(path, ranks=RANKS, start=None, interval=None, steps=WARM_UP + period)
-            flags = [*flags_of(own, PLAN, data=data, runs_dir=Path(folder)), "--eval-iters", "0"]
-            flags += ["--log-interval", "1", "--lr-warmup-iters", "0"]
-            if path.interval is not None:
-                flags += ["--radius-interval", str(INTERVAL)]
+            flags = timed(study, path, Path(folder), data, period=period)
             command = [str(REPO / "pretrain_gpt.py"), *flags]
             if code := run(network.command(command, folder=Path(folder))):
                 raise ConfigError(f"{path.group} on {network}: a rank failed with exit code {code}")
-            seconds = step_seconds(Path(folder) / own.name / JSONL)[WARM_UP:]
+            seconds = read_run(Path(folder) / path.name).steps["step_seconds"][WARM_UP:]
         found[path.group] = statistics.fmean(seconds)
         print(f"{network}: {path.group}: {1e3 * found[path.group]:.0f} ms", flush=True)
     return found
 
 
-def as_markdown(found: Mapping[str, Sequence[IsoTime]]) -> str:
+def as_markdown(found: Mapping[str, Sequence[IsoTime]], dense: DenseLosses) -> str:
     """Return the page."""
-    lines = [*_note(), "", "![Loss at the end of runs of equal time](figure.png)", ""]
+    lines = [*_note(dense), "", "![Loss at the end of runs of equal time](figure.png)", ""]
     head = "seeds | step, ms | / dense bf16 | loss | dense steps | dense loss | path less dense | "
     for network, rows in found.items():
         lines += [f"## {network}", "", f"| path | {head}error | |", f"|---|{'---:|' * 8}---|"]
@@ -123,34 +145,28 @@ def as_markdown(found: Mapping[str, Sequence[IsoTime]]) -> str:
                 "" if row.error is None else f"{row.error:.4f}",
                 row.verdict if row.group not in (DENSE, DENSE_BF16) else "",
             ]
-            lines.append(f"| {title_of(row.group)} | {' | '.join(cells)} |")
+            lines.append(f"| {row.group} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _note() -> list[str]:
-    lengths = ", ".join(map(str, LENGTHS))
+def _note(dense: DenseLosses) -> list[str]:
     return textwrap.wrap(
         f"Losses: validation losses of [loss_by_bytes](../loss_by_bytes/README.md) after "
-        f"{PLAN.steps} steps, mean over its seeds. Step: `pretrain_gpt.py` with the flags of those "
-        f"runs on {RANKS} ranks, one thread each, mean of {INTERVAL} steps, an interval of every "
+        f"{dense.steps} steps, mean over seeds. Step: `pretrain_gpt.py` with the flags of those "
+        f"runs on {RANKS} ranks, one thread each, mean of {PERIOD} steps, an interval of every "
         "path that has one. Ranks share the cores of one machine, so that computing takes longer "
-        "than on machines of their own and hides some of what a path saves; this favours dense. "
-        "Dense steps: the length of a dense run over a bf16 wire that takes as long as the path's "
-        f"run, of which the first 20 % are dense, at most {PLAN.steps}. Dense loss: that of a "
-        "dense run of this length with its own schedule, interpolated between "
-        f"{lengths} and {PLAN.steps} steps, same seeds. A path pays if its loss is lower by more "
-        "than two standard errors of the difference over seeds.",
+        "than on machines of their own and hides some of what a path saves. Dense steps: the "
+        "length of a dense run over a bf16 wire that takes as long as the path's run, of which the "
+        f"first 20 % are dense, at most {dense.steps}. Dense loss: that of a dense run of this "
+        "length with its own schedule, interpolated between runs of "
+        f"{', '.join(map(str, dense.lengths))} steps, same seeds. A path pays if its loss is lower "
+        "by more than two standard errors of the difference over seeds.",
         width=100,
     )
 
 
-def draw(
-    path: Path,
-    *,
-    found: Mapping[str, Sequence[IsoTime]],
-    losses: Mapping[str, Mapping[int, float]],
-) -> bool:
+def draw(path: Path, *, found: Mapping[str, Sequence[IsoTime]], dense: DenseLosses) -> bool:
     """Draw the paths and the dense runs by time, a panel for each network.
 
     Returns False if matplotlib is not installed.
@@ -159,24 +175,22 @@ def draw(
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(5.5 * len(found), 4.8), dpi=130, layout="constrained")
-    lengths = [*LENGTHS, PLAN.steps]
-    names = [f"{SHORTER}{length}" for length in LENGTHS] + [DENSE]
-    dense = [statistics.fmean(losses[name].values()) for name in names]
+    figure = Figure(figsize=(4.4 * len(found) + 1.5, 4.8), dpi=130, layout="constrained")
+    curve = [dense.mean(steps) for steps in dense.lengths]
     for place, (network, rows) in enumerate(found.items(), 1):
         axes: Any = figure.add_subplot(1, len(found), place)
-        axes.plot(lengths, dense, "-", color="#6b7280", label="dense bf16, schedule ended")
+        axes.plot(dense.lengths, curve, "-", color="#6b7280", label="dense bf16, schedule ended")
         for number, row in enumerate(row for row in rows if row.group not in (DENSE, DENSE_BF16)):
             color, marker = PALETTE[number % len(PALETTE)], "os^D"[number // len(PALETTE)]
-            length = PLAN.steps * (0.2 + 0.8 * row.share)
-            axes.plot([length], [row.loss], marker, color=color, label=title_of(row.group))
+            length = dense.steps * (0.2 + 0.8 * row.share)
+            axes.plot([length], [row.loss], marker, color=color, label=row.group)
         axes.set_xscale("log")
         axes.set_title(network, loc="left", fontsize=11)
         axes.set_xlabel("time, in steps of dense bf16")
         axes.set_ylabel("validation loss")
         plain_axes(axes)
         if place == len(found):
-            axes.legend(frameon=False, fontsize=7)
+            axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, path)
     return True
 
@@ -189,10 +203,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rates", nargs="+", default=RATES, help=f"of each link; {NO_LIMIT}: the loopback")
-    add("--text-folder", type=Path, default=Path("data/wikipedia"), help="default: %(default)s")
-    add("--work", type=Path, default=Path("runs/convergence"), help="folder of prepared data")
-    add("--results", type=Path, default=RESULTS, help="rows of tools.bench.loss_by_bytes")
-    add("--period", type=int, default=INTERVAL, help="measured steps of each path")
+    add("--study", type=Path, default=STUDY / "study.yaml", help="the study of the losses")
+    add("--results", type=Path, default=STUDY / "results.jsonl", help="its rows")
+    add("--data", type=Path, default=Path("data"), help="its data")
+    add("--period", type=int, default=PERIOD, help="measured steps of each path")
     add("--out", type=Path, default=None, help="folder for the page")
     return parser.parse_args(arguments)
 

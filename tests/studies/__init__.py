@@ -1,0 +1,1 @@
+"""Tests of studies: their files, their execution and their pages."""

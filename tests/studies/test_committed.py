@@ -1,0 +1,42 @@
+"""Every study of the repository declares legal runs, and its page follows from its rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.bench.common.page_files import PAGE, RESULTS
+from tools.studies.commands import Commands
+from tools.studies.declaration import read_study
+from tools.studies.page import report_of, write_report
+from tools.studies.rows import read_rows
+
+REPO = Path(__file__).resolve().parents[2]
+STUDIES = sorted(REPO.glob("tools/bench/**/*.yaml"))
+WITH_ROWS = [path for path in STUDIES if path.with_name("results.jsonl").is_file()]
+
+
+def name_of(path: Path) -> str:
+    return path.parent.name
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=name_of)
+def test_every_run_is_accepted(path: Path) -> None:
+    study = read_study(path)
+    commands = Commands(study, Path("runs"), Path("data"))
+    assert all(commands.steps(run) > 0 for run in study.runs)
+
+
+@pytest.mark.parametrize("path", WITH_ROWS, ids=name_of)
+def test_the_committed_page_follows_from_the_rows(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    study, folder = read_study(path), path.parent
+    rows = read_rows(folder / "results.jsonl")
+    commands = Commands(study, Path("runs"), Path("data"))
+    declared = {run.name: commands.digest(run) for run in study.runs}
+    assert {row.name: row.settings for row in rows}.items() <= declared.items()
+    (tmp_path / PAGE).write_text((folder / PAGE).read_text(encoding="utf-8"), encoding="utf-8")
+    write_report(report_of(study, rows), tmp_path)
+    for name in (PAGE, RESULTS):
+        assert (tmp_path / name).read_text("utf-8") == (folder / name).read_text("utf-8"), name

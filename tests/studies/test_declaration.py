@@ -1,0 +1,139 @@
+"""A study file declares runs by name; what is wrong in it is refused by key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from tests.studies.files import NAMES, write_study
+from tools.studies.commands import Commands
+from tools.studies.declaration import Fork, read_study
+
+FORK = "    fork: {run: dense, step: 4}\n"
+
+
+def commands_of(path: Path) -> Commands:
+    return Commands(read_study(path), path.parent / "runs", path.parent / "data")
+
+
+def test_a_grid_makes_a_run_of_each_value_and_seed(tmp_path: Path) -> None:
+    study = read_study(write_study(tmp_path))
+    assert [run.name for run in study.runs] == NAMES
+    assert study.groups == ("dense", "dense_bf16", "dense_int4") and study.baseline == "dense"
+    assert study.pairs == (("dense_int4", "dense_bf16"),)
+    run = study.run("dense_int4-seed2")
+    assert (run.ranks, run.seed, run.fork) == (2, 2, Fork(run="dense", step=4))
+    assert run.flags["grad-wire"] == "int4" and run.base == "dense-seed2"
+
+
+def test_grids_multiply_and_may_hold_lengths(tmp_path: Path) -> None:
+    changes = (
+        ("grid: {grad-wire: [bf16, int4]}", "grid: {grad-wire: [bf16, int4], tokens: [640, 1280]}"),
+        ('"dense_{grad-wire}"', '"dense_{grad-wire}_{tokens}"'),
+        ("pairs: [[dense_int4, dense_bf16]]\n", ""),
+    )
+    path = write_study(tmp_path, *changes)
+    study = read_study(path)
+    assert study.groups[1:] == tuple(
+        f"dense_{w}_{t}" for w in ("bf16", "int4") for t in (640, 1280)
+    )
+    assert commands_of(path).steps(study.run("dense_bf16_1280-seed1")) == 20
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("title: ", "titel: ", "titel: no such key; did you mean title?"),
+        (
+            "    ranks: 2",
+            "    rank: 2",
+            "runs.dense_{grad-wire}.rank: no such key; did you mean rank",
+        ),
+        ("    ranks: 2", "    ranks: two", "runs.dense_{grad-wire}.ranks: two; must be a whole"),
+        ("    ranks: 2", "    ranks: 0", "ranks: 0; must be a whole number, at least 1"),
+        ("[1, 2]", "[1, 1]", "seeds: must be a list of different whole numbers"),
+        ("[1, 2]", "3", "seeds: must be a list"),
+        (
+            "baseline: dense",
+            "baseline: dens",
+            "baseline: no run is named dens; did you mean dense?",
+        ),
+        ("[[dense_int4, dense_bf16]]", "[[dense_int4]]", "pairs[0]: must be a list of two runs"),
+        ("dense_int4,", "dense_int3,", "pairs[0]: no run is named dense_int3; did you mean"),
+        ("run: dense,", "run: dence,", "fork.run: no run is named dence; did you mean dense?"),
+        ("run: dense, step: 4", "run: dense", "runs.dense_{grad-wire}.fork.step: is missing"),
+        ("run: dense,", "run: dense_bf16,", "dense_bf16 is a fork itself"),
+        ("bf16, int4]}", "bf16, int4], lr: [1, 2]}", "the name must hold {lr}"),
+        ("grid: {grad-wire: [bf16, int4]}", "grid: {grad-wire: bf16}", "grad-wire: must be a list"),
+        ('"dense_{grad-wire}"', '"a b {grad-wire}"', "'a b bf16' is no name of a folder"),
+        ("  dense: {}", "  dense: {}\n  dense: {}", "dense is given twice"),
+        ("  dense: {}", "  dense: 3", "runs.dense: must be a mapping"),
+        ("mock-data: true", "seed: 3", "flags.seed: the study sets it for each run"),
+        ("mock-data: true", "mock-data: {a: 1}", "flags.mock-data: must be a value, or a list"),
+        ("tokens: 640", "tokens: [640]", "tokens: [640]; must be a whole number"),
+        ("title: Does", "title: [Does", "not YAML"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_key(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = write_study(tmp_path, (old, new))
+    with pytest.raises(ConfigError) as raised:
+        read_study(path)
+    assert str(raised.value).startswith(f"{path}: ") and message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("mock-data", "mok-data", "run dense: --mok-data: no such flag; did you mean --mock-data?"),
+        ("tokens: 640", "tokens: 641", "tokens: 641; must be a multiple of a step's 64"),
+        ("step: 4", "step: 10", "run dense_bf16: fork.step: 10; the run has fewer steps"),
+        ("lr: 1.0e-3", "train-iters: 10", "tokens: train-iters gives the length too"),
+        ("  global-batch-size: 4\n", "", "tokens: needs global-batch-size among the flags"),
+        ("[bf16, int4]", "[bf16, int3]", "run dense_int3: --grad-wire"),
+        ("title:", "entry: train.py\ntitle:", "entry: train.py; must be one of"),
+    ],
+)
+def test_flags_are_checked_before_anything_starts(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    path = write_study(tmp_path, (old, new), ("pairs: [[dense_int4, dense_bf16]]\n", ""))
+    with pytest.raises(ConfigError) as raised:
+        commands_of(path)
+    assert message in str(raised.value) and str(path) in str(raised.value)
+
+
+def test_a_base_saves_at_each_fork_and_a_fork_loads_it(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    study, commands = read_study(path), commands_of(path)
+    base, fork = study.run("dense-seed1"), study.run("dense_int4-seed1")
+    first, last = commands.starts(base)
+    assert first[1][-2:] == ["--exit-interval", "4"] and "--exit-interval" not in last[1]
+    assert [run.name for run, _ in commands.starts(fork)] == ["dense-seed1", "dense_int4-seed1"]
+    flags = list(commands.starts(fork))[1][1]
+    assert flags[flags.index("--load") + 1] == str(tmp_path / "runs" / "dense-seed1")
+    assert flags[flags.index("--ckpt-step") + 1] == "4"
+    assert flags[flags.index("--micro-batch-size") + 1] == "2", "a half of the batch on each rank"
+    (tmp_path / "runs" / "dense-seed1" / "checkpoints" / "step_00000004").mkdir(parents=True)
+    assert [run.name for run, _ in commands.starts(fork)] == ["dense_int4-seed1"]
+    assert len(list(commands.starts(base))) == 1
+
+
+def test_settings_are_told_apart_but_not_the_folders(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    run = read_study(path).run("dense_int4-seed1")
+    digest = commands_of(path).digest(run)
+    assert Commands(read_study(path), Path("other"), Path("elsewhere")).digest(run) == digest
+    changed = write_study(tmp_path, ("lr: 1.0e-3", "lr: 2.0e-3"))
+    study = read_study(changed)
+    assert commands_of(changed).digest(study.run("dense_int4-seed1")) != digest
+
+
+def test_the_data_folder_replaces_its_place(tmp_path: Path) -> None:
+    path = write_study(tmp_path, ("mock-data: true", 'data-path: "{data}/text_document"'))
+    flags = [
+        word for _, words in commands_of(path).starts(read_study(path).runs[0]) for word in words
+    ]
+    assert str(tmp_path / "data" / "text_document") in flags

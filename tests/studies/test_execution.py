@@ -1,0 +1,202 @@
+"""A study runs what has no row, bases before forks, and goes on after failures and stops."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from tests.studies.files import NAMES, write_study
+from tools import study as tool
+from tools.studies.array import arrays_of, script_of
+from tools.studies.declaration import read_study
+from tools.studies.execution import Execution, Launcher
+from tools.studies.rows import read_rows
+
+
+class PretendedRuns(Launcher):
+    """Writes what a run would, in place of starting it, and keeps the names of the starts.
+
+    Runs in `failing` end with their exit code. The launcher stops after the run `stop_after`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(read_study(path), jobs=2)
+        self.starts: list[str] = []
+        self.failing: dict[str, int] = {}
+        self.stop_after = ""
+        self._guard = threading.Lock()
+        self.at_once, self.most_at_once = 0, 0
+
+    def __call__(self, flags: Sequence[str], *, ranks: int, folder: Path, console: Path) -> int:
+        if self.stopping:
+            return 130
+        with self._guard:
+            self.at_once += ranks
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            return self._run(flags, folder)
+        finally:
+            with self._guard:
+                self.at_once -= ranks
+
+    def _run(self, flags: Sequence[str], folder: Path) -> int:
+        value = dict(zip(flags, [*flags[1:], ""], strict=True)).get
+        self.starts.append(
+            f"{folder.name}{' to ' * ('--exit-interval' in flags)}{value('--exit-interval', '')}"
+        )
+        if code := self.failing.get(folder.name, 0):
+            return code
+        last = int(value("--exit-interval", value("--train-iters", "0")))
+        (folder / "checkpoints" / f"step_{last:08d}").mkdir(parents=True)
+        common = {"step_seconds": 0.1, "bytes_sent": 8, "density": 1.0, "peak_memory_bytes": 9}
+        lines = [
+            {"iteration": i, "lm_loss": 5.0, "grad_norm": 1.0, **common} for i in range(1, last + 1)
+        ]
+        lines.append({"iteration": last, "valid_loss": 4.0 + int(value("--seed", "0"))})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+        state = {"state": "done" if "--exit-interval" not in flags else "left", "iteration": last}
+        (folder / "status.json").write_text(json.dumps({**state, "exit_code": 0}), encoding="utf-8")
+        if folder.name == self.stop_after:
+            self.stop()
+        return 0
+
+
+def execute(
+    path: Path, launcher: PretendedRuns, only: Sequence[str] = ()
+) -> tuple[list[str], list[str], Execution]:
+    """Run a study; return the failed runs, the log, and the execution."""
+    study, lines = read_study(path), list[str]()
+    execution = Execution(
+        study, path.parent / "work", data=Path("data"), jobs=2, launcher=launcher, log=lines.append
+    )
+    wanted = [run for run in study.runs if not only or run.name in only]
+    return execution.run_all(wanted), lines, execution
+
+
+def test_each_base_runs_up_to_its_fork_and_then_on(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    launcher = PretendedRuns(path)
+    failed, lines, execution = execute(path, launcher)
+    assert failed == [] and list(execution.done) == NAMES
+    assert sorted(launcher.starts) == sorted([*NAMES, "dense-seed1 to 4", "dense-seed2 to 4"])
+    assert launcher.starts.index("dense-seed1 to 4") < launcher.starts.index("dense_int4-seed1")
+    assert launcher.most_at_once <= 2, "a run of two ranks has both places"
+    assert "6 of 6" in lines[-1] and "left" in lines[-3]
+    row = execution.done["dense_bf16-seed2"]
+    assert (row.valid_loss, row.steps, row.bytes) == (6.0, 10, 8)
+
+
+def test_a_second_start_runs_nothing_and_a_changed_study_is_refused(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    execute(path, PretendedRuns(path))
+    again = PretendedRuns(path)
+    assert execute(path, again)[0] == [] and again.starts == []
+    changed = write_study(tmp_path, ("lr: 1.0e-3", "lr: 2.0e-3"))
+    with pytest.raises(ConfigError, match="dense-seed1 has a row of other settings"):
+        execute(changed, again)
+
+
+def test_a_failed_run_is_told_and_can_be_made_alone(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    launcher = PretendedRuns(path)
+    launcher.failing = {"dense_bf16-seed1": 3}
+    failed, lines, execution = execute(path, launcher)
+    assert failed == ["dense_bf16-seed1"] and len(execution.done) == 5
+    (told,) = [line for line in lines if "exit code" in line]
+    assert told.startswith("dense_bf16-seed1: exit code 3; see ") and told.endswith("seed1.txt")
+    launcher.failing, launcher.starts = {}, []
+    assert execute(path, launcher, ["dense_bf16-seed1"])[0] == []
+    assert launcher.starts == ["dense_bf16-seed1"] and list(execution.done) == NAMES
+
+
+def test_numbers_that_went_wrong_are_a_result(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    execute(path, PretendedRuns(path), ["dense-seed1"])
+    launcher = PretendedRuns(path)
+    (tmp_path / "work" / "runs" / "dense_int4-seed1").mkdir()
+    metrics = (tmp_path / "work" / "runs" / "dense-seed1" / "metrics.jsonl").read_text()
+    (tmp_path / "work" / "runs" / "dense_int4-seed1" / "metrics.jsonl").write_text(metrics)
+    launcher.failing = {"dense_int4-seed1": 5}
+    failed, _, execution = execute(path, launcher, ["dense_int4-seed1"])
+    row = execution.done["dense_int4-seed1"]
+    assert failed == [] and (row.exit_code, row.valid_loss) == (5, None)
+
+
+def test_a_stop_leaves_the_rest_for_another_start(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    launcher = PretendedRuns(path)
+    launcher.stop_after = "dense_bf16-seed1"
+    failed, lines, execution = execute(path, launcher)
+    assert set(failed) == set(NAMES) - set(execution.done) and len(failed) >= 3
+    assert any(line.startswith("stopped: ") for line in lines)
+    assert execute(path, PretendedRuns(path))[0] == [] and list(execution.done) == NAMES
+
+
+def test_a_run_that_ended_without_its_row_is_not_made_again(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    execute(path, PretendedRuns(path))
+    (tmp_path / "work" / "rows" / "dense_int4-seed2.json").unlink()
+    again = PretendedRuns(path)
+    failed, _, execution = execute(path, again)
+    assert failed == [] and again.starts == [] and list(execution.done) == NAMES
+
+
+def test_arrays_put_bases_first_and_one_number_of_ranks_together(tmp_path: Path) -> None:
+    runs = read_study(write_study(tmp_path)).runs
+    bases, forks = arrays_of(runs)
+    assert [run.name for run in bases.runs] == ["dense-seed1", "dense-seed2"]
+    assert (bases.ranks, forks.ranks, forks.after_bases) == (1, 2, True)
+    script = script_of(forks, ["python", "study.py", "a b.yaml"], work=Path("work"), jobs=3)
+    assert "#SBATCH --array=0-3%3\n#SBATCH --ntasks=2\n" in script
+    assert "python study.py 'a b.yaml' --only \"${runs[SLURM_ARRAY_TASK_ID]}\"" in script
+    assert f"runs=({' '.join(run.name for run in forks.runs)})" in script
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["--only", "dense-seed3"], "--only dense-seed3: no such run; did you mean dense-seed"),
+        (["--partition=big"], "--partition=big: no such flag; sbatch's flags need --slurm"),
+        (["--report"], "no run has a result yet"),
+    ],
+)
+def test_wrong_usage_is_refused_in_one_line(
+    tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study(tmp_path)
+    assert tool.main([str(path), "--work", str(tmp_path / "work"), *flags]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_a_real_study_is_made_in_two_starts_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = write_study(
+        tmp_path,
+        ("seeds: [1, 2]", "seeds: [1]"),
+        ("[bf16, int4]", "[int4]"),
+        ("pairs: [[dense_int4, dense_bf16]]\n", ""),
+    )
+    work = ["--work", str(tmp_path / "work")]
+    assert tool.main([str(path), *work, "--only", "dense-seed1"]) == 0
+    assert tool.main([str(path), *work]) == 0
+    assert "dense-seed1: starts" in (told := capsys.readouterr().out) and "2 of 2" in told
+    assert told.count("dense-seed1: starts") == 1
+    rows = read_rows(tmp_path / "work" / "results.jsonl")
+    assert [row.name for row in rows] == ["dense-seed1", "dense_int4-seed1"]
+    assert rows[1].bytes > 0 and rows[1].curve[-1][0] == 10 and rows[0].valid_loss
+    assert tool.main([str(path), *work, "--list"]) == 0
+    assert capsys.readouterr().out.split() == ["dense-seed1", "done", "dense_int4-seed1", "done"]
+    assert tool.main([str(path), *work, "--report", "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "study.html").read_text(encoding="utf-8")
+    assert "Does the width of values cost loss?" in page and "dense_int4" in page
+    assert "| dense_int4 | 2 | 1 |" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,52 @@
+"""Gaps, errors, paired differences and the Pareto front of made-up rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.studies.files import row
+from tools.studies.statistics import beaten_by, difference, frontier, groups_of
+
+ROWS = [
+    row("dense", 1, 5.00),
+    row("dense", 2, 5.20),
+    row("half", 1, 5.10, sent=50),
+    row("half", 2, 5.32, sent=50),
+    row("best", 1, 5.02, sent=40),
+    row("best", 2, 5.21, sent=40),
+    row("once", 1, 5.50, sent=10),
+    row("lost", 1, None, sent=5),
+]
+ORDER = ("dense", "half", "best", "once", "lost", "not run")
+
+
+def test_gaps_are_paired_by_seed() -> None:
+    groups = {group.name: group for group in groups_of(ROWS, ORDER, "dense")}
+    assert list(groups) == list(ORDER[:-1])
+    half = groups["half"]
+    assert half.gaps == pytest.approx({1: 0.10, 2: 0.12}) and half.gap == pytest.approx(0.11)
+    assert half.error == pytest.approx(0.01) and half.error_is_own
+    # One seed takes the scatter of half (0.0141) and best (0.0071), pooled.
+    assert groups["once"].error == pytest.approx((2e-4 / 2 + 5e-5 / 2) ** 0.5)
+    assert not groups["once"].error_is_own
+    assert groups["lost"].failed == 1 and groups["lost"].loss is None
+
+
+def test_a_group_is_beaten_by_less_loss_for_no_more_bytes() -> None:
+    groups = groups_of(ROWS, ORDER, "dense")
+    by_name = {group.name: group for group in groups}
+    beaten = {name: beaten_by(by_name[name], groups, lambda g: g.bytes) for name in by_name}
+    # dense is lower than half, but sends more; best is lower by 0.08 and 0.11 and sends less.
+    assert beaten == {"dense": [], "half": ["best"], "best": [], "once": None, "lost": None}
+    assert [g.name for g in frontier(groups, lambda g: g.bytes)] == ["once", "best", "dense"]
+
+
+def test_a_difference_needs_common_seeds_and_tells_which_is_lower() -> None:
+    groups = {group.name: group for group in groups_of(ROWS, ORDER, "dense")}
+    found = difference(groups["half"], groups["best"])
+    assert found is not None and found.mean == pytest.approx(0.095)
+    assert found.error == pytest.approx(0.015) and found.verdict == "best is lower"
+    single = difference(groups["once"], groups["best"], scatter=0.5)
+    assert single is not None and single.error == pytest.approx(0.5 * 2**0.5)
+    assert single.verdict == "no difference shown"
+    assert difference(groups["lost"], groups["best"]) is None

@@ -1,0 +1,334 @@
+"""The YAML file of a study, read as the runs that it declares.
+
+    title: Does the width of values cost loss?
+    flags: {config: configs/gpt_tiny.yaml, lr: 1e-3}     # of every run
+    tokens: 204800
+    seeds: [1, 2]
+    baseline: dense
+    runs:
+      dense: {}
+      "dense_{grad-wire}":
+        grid: {grad-wire: [bf16, int8, int4]}
+        fork: {run: dense, step: 80}
+        ranks: 2
+
+A grid makes one run of each combination of its values, and the name of the run, a template, tells
+them apart. docs/studies.md describes every key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.config.fields import nearest
+from megatron.errors import ConfigError
+
+Scalar = str | int | float | bool
+FlagValue = Scalar | list[Scalar]
+
+TOP = (
+    "title",
+    "entry",
+    "vocabulary",
+    "flags",
+    "tokens",
+    "seeds",
+    "baseline",
+    "reference",
+    "runs",
+    "pairs",
+)
+RUN = ("flags", "grid", "fork", "ranks", "seeds", "tokens")
+FORK = ("run", "step")
+RESERVED = ("seed", "run-dir", "load", "ckpt-step", "exit-interval")
+"""Flags that the study sets for each run."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
+"""Names of runs, which are also names of folders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """The run that another one continues, and the step whose checkpoint it loads."""
+
+    run: str
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredRun:
+    """One run: a group, which has a run for each seed, and the seed.
+
+    `flags` are those of the entry script, without leading dashes. `tokens` is the length of the
+    run; None if a flag gives it.
+    """
+
+    group: str
+    seed: int
+    ranks: int
+    fork: Fork | None
+    flags: Mapping[str, FlagValue]
+    tokens: int | None
+
+    @property
+    def name(self) -> str:
+        """Name of the run folder and of the row."""
+        return f"{self.group}-seed{self.seed}"
+
+    @property
+    def base(self) -> str | None:
+        """Name of the run that this one continues: that of the same seed."""
+        return None if self.fork is None else f"{self.fork.run}-seed{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredStudy:
+    """A study: runs in the order in which they are made, and what is compared.
+
+    `baseline` is the group whose loss is subtracted, seed by seed, and `reference` the group to
+    whose bytes all are related. `pairs` are groups whose difference is reported. `vocabulary` is
+    the size of the tokenizer that is trained on the text of the study, None if the flags name data
+    that exist.
+    """
+
+    path: Path
+    title: str
+    entry: str
+    vocabulary: int | None
+    runs: tuple[DeclaredRun, ...]
+    baseline: str
+    reference: str | None
+    pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the groups, in the order of the file."""
+        return tuple(dict.fromkeys(run.group for run in self.runs))
+
+    def run(self, name: str) -> DeclaredRun:
+        """Return a run by its name."""
+        return next(run for run in self.runs if run.name == name)
+
+
+def read_study(path: Path) -> DeclaredStudy:
+    """Read a study. Raises `ConfigError` naming file and key if something is wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = _UniqueKeys(text).get_single_data()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    try:
+        return _study(path, _mapping("the file", content))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a repeated key, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise yaml.MarkedYAMLError(None, None, f"{min(twice)} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _study(path: Path, content: Mapping[str, Any]) -> DeclaredStudy:
+    _refuse_unknown("", content, TOP)
+    for key in ("title", "runs"):
+        if key not in content:
+            raise ConfigError(f"{key}: is missing")
+    common = DeclaredRun(
+        group="",
+        seed=0,
+        ranks=1,
+        fork=None,
+        flags=_flags("flags", content.get("flags", {})),
+        tokens=_optional_count("tokens", content.get("tokens")),
+    )
+    seeds = _seeds("seeds", content.get("seeds", [1]))
+    groups: dict[str, list[DeclaredRun]] = {}
+    for template, settings in _mapping("runs", content["runs"]).items():
+        where = f"runs.{template}"
+        for group in _groups(where, str(template), _mapping(where, settings or {}), common, seeds):
+            if group[0].group in groups:
+                raise ConfigError(f"{where}: a second run is named {group[0].group}")
+            groups[group[0].group] = group
+    if not groups:
+        raise ConfigError("runs: declares no run")
+    _check_forks(groups)
+    baseline = str(content.get("baseline", next(iter(groups))))
+    _require_group("baseline", baseline, groups)
+    reference = content.get("reference")
+    if reference is not None:
+        _require_group("reference", str(reference), groups)
+        if groups[str(reference)][0].ranks == 1:
+            raise ConfigError(f"reference: {reference} runs on one rank, which sends nothing")
+    return DeclaredStudy(
+        path=path,
+        title=_text("title", content["title"]),
+        entry=_text("entry", content.get("entry", "pretrain_gpt.py")),
+        vocabulary=_optional_count("vocabulary", content.get("vocabulary")),
+        runs=tuple(_in_order(groups.values())),
+        baseline=baseline,
+        reference=None if reference is None else str(reference),
+        pairs=tuple(_pairs(content.get("pairs", []), groups)),
+    )
+
+
+def _groups(
+    where: str,
+    template: str,
+    settings: Mapping[str, Any],
+    common: DeclaredRun,
+    seeds: Sequence[int],
+) -> Iterator[list[DeclaredRun]]:
+    """Yield the runs of each combination of the grid, a run for each seed."""
+    _refuse_unknown(where, settings, RUN)
+    run = replace(
+        common,
+        ranks=_count(f"{where}.ranks", settings.get("ranks", 1)),
+        fork=_fork(f"{where}.fork", settings.get("fork")),
+        flags={**common.flags, **_flags(f"{where}.flags", settings.get("flags", {}))},
+        tokens=_optional_count(f"{where}.tokens", settings.get("tokens", common.tokens)),
+    )
+    seeds = _seeds(f"{where}.seeds", settings.get("seeds", list(seeds)))
+    grid = _mapping(f"{where}.grid", settings.get("grid", {}))
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{where}.grid.{key}: must be a list of values")
+        if f"{{{key}}}" not in template:
+            raise ConfigError(f"{where}: the name must hold {{{key}}}, which tells the runs apart")
+    for values in itertools.product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        tokens = _optional_count(f"{where}.grid.tokens", chosen.pop("tokens", run.tokens))
+        flags = {**run.flags, **_flags(f"{where}.grid", chosen)}
+        name = _named(where, template, dict(zip(grid, values, strict=True)))
+        yield [replace(run, group=name, seed=s, flags=flags, tokens=tokens) for s in seeds]
+
+
+def _named(where: str, template: str, values: Mapping[str, Any]) -> str:
+    """Return the template with the grid's values in place of {key}."""
+    name = template
+    for key, value in values.items():
+        name = name.replace(f"{{{key}}}", _shown(value))
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{where}: {name!r} is no name of a folder; use letters, digits, . _ + -")
+    return name
+
+
+def _in_order(groups: Iterable[Sequence[DeclaredRun]]) -> Iterator[DeclaredRun]:
+    """Yield the runs, all groups of one seed before the next seed.
+
+    A study that is stopped then has whole seeds to compare.
+    """
+    found = [run for group in groups for run in group]
+    for seed in dict.fromkeys(run.seed for run in found):
+        yield from (run for run in found if run.seed == seed)
+
+
+def _check_forks(groups: Mapping[str, Sequence[DeclaredRun]]) -> None:
+    for name, (run, *_) in groups.items():
+        if run.fork is None:
+            continue
+        where = f"runs.{name}.fork.run"
+        _require_group(where, run.fork.run, groups)
+        base = groups[run.fork.run]
+        if base[0].fork is not None:
+            raise ConfigError(f"{where}: {run.fork.run} is a fork itself; name the run it forks")
+        if missing := {each.seed for each in groups[name]} - {each.seed for each in base}:
+            raise ConfigError(f"{where}: {run.fork.run} has no seed {min(missing)}")
+
+
+def _require_group(where: str, name: str, groups: Mapping[str, object]) -> None:
+    if name not in groups:
+        raise ConfigError(f"{where}: no run is named {name}{nearest(name, groups)}")
+
+
+def _pairs(value: Any, groups: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    for number, pair in enumerate(_list("pairs", value)):
+        where = f"pairs[{number}]"
+        if len(_list(where, pair)) != 2:
+            raise ConfigError(f"{where}: must be a list of two runs")
+        for name in pair:
+            _require_group(where, str(name), groups)
+        yield str(pair[0]), str(pair[1])
+
+
+def _fork(where: str, value: Any) -> Fork | None:
+    if value is None:
+        return None
+    content = _mapping(where, value)
+    _refuse_unknown(where, content, FORK)
+    for key in FORK:
+        if key not in content:
+            raise ConfigError(f"{where}.{key}: is missing")
+    return Fork(run=str(content["run"]), step=_count(f"{where}.step", content["step"]))
+
+
+def _flags(where: str, value: Any) -> dict[str, FlagValue]:
+    found: dict[str, FlagValue] = {}
+    for key, flag in _mapping(where, value).items():
+        name = str(key).replace("_", "-")
+        if name in RESERVED:
+            raise ConfigError(f"{where}.{key}: the study sets it for each run; leave it out")
+        values = flag if isinstance(flag, list) else [flag]
+        if not values or not all(isinstance(each, str | int | float | bool) for each in values):
+            raise ConfigError(f"{where}.{key}: must be a value, or a list of values")
+        found[name] = flag
+    return found
+
+
+def _optional_count(where: str, value: Any) -> int | None:
+    return None if value is None else _count(where, value)
+
+
+def _seeds(where: str, value: Any) -> list[int]:
+    seeds = [_count(where, seed, least=0) for seed in _list(where, value)]
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"{where}: must be a list of different whole numbers")
+    return seeds
+
+
+def _count(where: str, value: Any, *, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{where}: {_shown(value)}; must be a whole number, at least {least}")
+    return value
+
+
+def _text(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where}: must be text")
+    return value.strip()
+
+
+def _mapping(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: must be a mapping of keys to values")
+    return value
+
+
+def _list(where: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{where}: must be a list")
+    return value
+
+
+def _refuse_unknown(where: str, content: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in content:
+        if key not in known:
+            name = f"{where}.{key}" if where else str(key)
+            raise ConfigError(f"{name}: no such key{nearest(str(key), known)}")
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a command line has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,179 @@
+"""The result of a finished run: one JSON line, so that a report needs no run folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError, DataError
+from megatron.metrics.logger import LOSS
+from megatron.report.runs import RunData, read_run
+from megatron.status import replace_text
+
+POINTS = 100
+"""Most points of a loss curve; each is the mean over an equal share of the run's steps."""
+TAIL = 20
+"""The training loss at the end is the mean over this part, 1 / TAIL, of the steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRow:
+    """The result of a run.
+
+    Attributes:
+        name, group, seed, ranks: Those of the declared run.
+        settings: Digest of all that decides the result (`Commands.digest`).
+        exit_code: 0, or 5 if the numbers went wrong.
+        steps: Steps taken, including those of the run that it continues.
+        valid_loss: Loss of the last evaluation, nats; None if there was none at the last step.
+        train_loss: Mean loss of the last twentieth of the steps.
+        bytes: Bytes that a rank sends along the data-parallel axis in a step, mean of the steps
+            of this run; `most_bytes` is the largest. 0 on one rank.
+        density: Share of the entries that a step sends, mean of the steps of this run.
+        clipped: Share of the steps whose gradient norm was above the limit.
+        step_seconds: Median seconds of a step; `seconds` is the sum of all steps.
+        peak_memory: Largest peak memory of rank 0, in bytes.
+        curve: (last step, mean training loss) of each part of the run.
+        commit, processor: Where the run was made.
+    """
+
+    name: str
+    group: str
+    seed: int
+    ranks: int
+    settings: str
+    exit_code: int
+    steps: int
+    valid_loss: float | None
+    train_loss: float | None
+    bytes: float
+    most_bytes: float
+    density: float
+    clipped: float
+    step_seconds: float
+    seconds: float
+    peak_memory: float
+    curve: Sequence[tuple[int, float]]
+    commit: str
+    processor: str
+
+    @property
+    def line(self) -> str:
+        """The row as JSON, with the SHA-256 of everything before it."""
+        content = asdict(self)
+        return json.dumps({**content, "sha256": digest(content)})
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a row without its own digest."""
+    kept = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def row_of(
+    folder: Path,
+    *,
+    name: str,
+    group: str,
+    seed: int,
+    ranks: int,
+    settings: str,
+    exit_code: int,
+    first_step: int,
+    clip: float,
+) -> StudyRow:
+    """Return the row of the run in `folder`, whose steps before `first_step` are another run's.
+
+    `clip` is the limit of the gradient norm, 0 for none. Raises `DataError` if no step is recorded.
+    """
+    run = read_run(folder)
+    own = [place for place, step in enumerate(run.iterations) if step >= first_step]
+    if not own:
+        raise DataError(f"{folder}: records no step of the run; remove the folder")
+
+    def column(key: str) -> list[float]:
+        return [run.steps[key][place] for place in own]
+
+    last = run.iterations[-1]
+    losses = [loss for loss in run.steps[LOSS][-max(1, last // TAIL) :] if math.isfinite(loss)]
+    valid = [loss for step, loss in run.evaluations["valid"] if step == last]
+    norms = [norm for norm in column("grad_norm") if math.isfinite(norm)]
+    clipped = sum(norm > clip for norm in norms) if clip else 0
+    seconds = column("step_seconds")
+    return StudyRow(
+        name=name,
+        group=group,
+        seed=seed,
+        ranks=ranks,
+        settings=settings,
+        exit_code=exit_code,
+        steps=last,
+        valid_loss=valid[-1] if valid and exit_code == 0 and math.isfinite(valid[-1]) else None,
+        train_loss=round(statistics.fmean(losses), 5) if losses else None,
+        bytes=round(statistics.fmean(column("bytes_sent"))),
+        most_bytes=max(column("bytes_sent")),
+        density=round(statistics.fmean(column("density")), 6),
+        clipped=round(clipped / max(1, len(norms)), 4),
+        step_seconds=round(statistics.median(seconds), 5),
+        seconds=round(math.fsum(seconds), 1),
+        peak_memory=max(column("peak_memory_bytes")),
+        curve=curve(run),
+        commit=str(run.environment.get("commit", "")),
+        processor=str(run.environment.get("processor", "")),
+    )
+
+
+def curve(run: RunData) -> list[tuple[int, float]]:
+    """Return the mean training loss of each of at most `POINTS` equal parts of a run."""
+    width = -(-len(run.iterations) // POINTS)
+    points: list[tuple[int, float]] = []
+    for first in range(0, len(run.iterations), width):
+        part = run.steps[LOSS][first : first + width]
+        mean = statistics.fmean(part)
+        if math.isfinite(mean):
+            points.append((run.iterations[first + len(part) - 1], round(mean, 5)))
+    return points
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def write_row(path: Path, row: StudyRow) -> None:
+    """Write a row to a file of its own, atomically: runs of a Slurm array end at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, row.line + "\n")
+
+
+def read_rows(path: Path) -> list[StudyRow]:
+    """Return the rows of a file of results; none without a file.
+
+    Raises `ConfigError` for a line that is no row or whose digest is wrong.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [_row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def write_rows(path: Path, rows: Iterable[StudyRow]) -> None:
+    """Replace a file of results, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, "".join(row.line + "\n" for row in rows))
+
+
+def _row(where: str, line: str) -> StudyRow:
+    try:
+        content = json.loads(line)
+        known = {field.name for field in fields(StudyRow)}
+        if digest(content) != content["sha256"]:
+            raise ConfigError(f"{where}: the row was changed: its sha256 is another")
+        row = StudyRow(**{key: content[key] for key in known})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{where}: no row of a study: {error!r}") from error
+    return row

@@ -1,0 +1,195 @@
+"""Groups of runs that differ in their seed, their errors, and which of them beats which."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tools.studies.rows import StudyRow
+
+BEYOND = 2.0
+"""Standard errors that a difference must exceed to count."""
+
+Measure = Callable[["Group"], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The runs of one group.
+
+    `losses` are validation losses by seed, `gaps` those less the loss of the baseline's run of the
+    same seed. `error` is the standard error of the mean gap; with one seed it is that of one run by
+    the scatter of all groups that have several (`error_is_own` False), None without any. `bytes`,
+    `density`, `step_seconds` and `clipped` are means over seeds, `peak_memory` the largest.
+    """
+
+    name: str
+    ranks: int
+    losses: Mapping[int, float]
+    gaps: Mapping[int, float]
+    error: float | None
+    bytes: float
+    density: float
+    step_seconds: float
+    peak_memory: float
+    clipped: float
+    failed: int
+
+    @property
+    def loss(self) -> float | None:
+        """Mean validation loss."""
+        return statistics.fmean(self.losses.values()) if self.losses else None
+
+    @property
+    def gap(self) -> float | None:
+        """Mean gap to the baseline."""
+        return statistics.fmean(self.gaps.values()) if self.gaps else None
+
+    @property
+    def payload(self) -> float:
+        """Bytes of a vector whose ring all-reduce sends as much: equal for all numbers of ranks.
+
+        0 on one rank, which sends nothing.
+        """
+        return self.bytes / (2 * (self.ranks - 1) / self.ranks) if self.ranks > 1 else 0.0
+
+    @property
+    def error_is_own(self) -> bool:
+        """Whether the error comes from the seeds of this group."""
+        return len(self.gaps) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The loss of `first` less that of `second` on common seeds, and its standard error."""
+
+    first: str
+    second: str
+    seeds: tuple[int, ...]
+    mean: float
+    error: float | None
+
+    @property
+    def verdict(self) -> str:
+        """Which of both is lower beyond doubt."""
+        if self.error is None or abs(self.mean) <= BEYOND * self.error:
+            return "no difference shown"
+        return f"{self.first if self.mean < 0 else self.second} is lower"
+
+
+def groups_of(rows: Sequence[StudyRow], order: Sequence[str], baseline: str) -> list[Group]:
+    """Return the groups that have rows, in `order`."""
+    members = {name: [row for row in rows if row.group == name] for name in order}
+    losses = {name: losses_of(found) for name, found in members.items()}
+    gaps = {
+        name: {
+            seed: loss - losses[baseline][seed]
+            for seed, loss in found.items()
+            if seed in losses[baseline]
+        }
+        for name, found in losses.items()
+    }
+    scatter = scatter_of(own for name, own in gaps.items() if name != baseline)
+    return [
+        _group(name, found, losses[name], gaps[name], scatter)
+        for name, found in members.items()
+        if found
+    ]
+
+
+def losses_of(rows: Iterable[StudyRow]) -> dict[int, float]:
+    """Return validation losses by seed, without failed runs."""
+    return {
+        row.seed: row.valid_loss
+        for row in sorted(rows, key=lambda row: row.seed)
+        if row.valid_loss is not None
+    }
+
+
+def scatter_of(samples: Iterable[Mapping[int, float]]) -> float | None:
+    """Return the standard deviation over seeds, pooled over samples of several seeds."""
+    several = [list(sample.values()) for sample in samples if len(sample) > 1]
+    if not several:
+        return None
+    squares = sum((len(sample) - 1) * statistics.variance(sample) for sample in several)
+    return math.sqrt(squares / sum(len(sample) - 1 for sample in several))
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of at least two values."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def difference(first: Group, second: Group, *, scatter: float | None = None) -> Difference | None:
+    """Return the paired difference of two groups; None without a common seed.
+
+    `scatter` is the standard deviation of a gap, from which the error follows with one seed.
+    """
+    seeds = tuple(sorted(first.losses.keys() & second.losses.keys()))
+    if not seeds:
+        return None
+    margins = [first.losses[seed] - second.losses[seed] for seed in seeds]
+    error = None if scatter is None else math.sqrt(2) * scatter
+    if len(margins) > 1:
+        error = standard_error(margins)
+    return Difference(
+        first=first.name,
+        second=second.name,
+        seeds=seeds,
+        mean=statistics.fmean(margins),
+        error=error,
+    )
+
+
+def beaten_by(group: Group, groups: Sequence[Group], measure: Measure) -> list[str] | None:
+    """Return the groups that cost at most as much by `measure` and whose loss is lower.
+
+    Lower means by more than two standard errors of the paired difference over at least two common
+    seeds. None if the group has fewer.
+    """
+    if len(group.losses) < 2:
+        return None
+    found: list[str] = []
+    for other in groups:
+        if other.name == group.name or measure(other) > measure(group):
+            continue
+        paired = difference(group, other)
+        if paired is not None and len(paired.seeds) > 1 and paired.error is not None:
+            if paired.mean > BEYOND * paired.error:
+                found.append(other.name)
+    return found
+
+
+def frontier(groups: Sequence[Group], measure: Measure) -> list[Group]:
+    """Return the groups on the Pareto front of mean loss against `measure`, by rising cost."""
+    found: list[Group] = []
+    rated = [(measure(group), group.loss, group) for group in groups if group.loss is not None]
+    for _, loss, group in sorted(rated, key=lambda each: each[:2]):
+        if not found or loss < (found[-1].loss or math.inf):
+            found.append(group)
+    return found
+
+
+def _group(
+    name: str,
+    rows: Sequence[StudyRow],
+    losses: Mapping[int, float],
+    gaps: Mapping[int, float],
+    scatter: float | None,
+) -> Group:
+    error = standard_error(list(gaps.values())) if len(gaps) > 1 else scatter
+    return Group(
+        name=name,
+        ranks=rows[0].ranks,
+        losses=losses,
+        gaps=gaps,
+        error=error if gaps else None,
+        bytes=statistics.fmean(row.bytes for row in rows),
+        density=statistics.fmean(row.density for row in rows),
+        step_seconds=statistics.fmean(row.step_seconds for row in rows),
+        peak_memory=max(row.peak_memory for row in rows),
+        clipped=statistics.fmean(row.clipped for row in rows),
+        failed=sum(row.valid_loss is None for row in rows),
+    )

@@ -1,0 +1,49 @@
+"""A tokenizer and two data sets from a folder of text, for studies whose flags name `{data}`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.errors import ConfigError
+
+TOOLS = Path(__file__).resolve().parents[1]
+KINDS = ("train", "valid")
+READ_BY_TOKENIZER = 16_000_000
+"""Bytes of text from which the tokenizer is trained."""
+
+
+def prepare(text: Path, folder: Path, *, vocabulary: int) -> Path:
+    """Prepare tokenizer.json, train_text_document and valid_text_document in `folder`.
+
+    Existing ones are kept. `text` holds files train* and valid* that `tools/preprocess_data.py`
+    reads; a byte-level BPE of `vocabulary` entries is trained on the first. Returns `folder`.
+    Raises `ConfigError` if files are missing or a tool fails.
+    """
+    made = [folder / "tokenizer.json"]
+    made += [folder / f"{kind}_text_document.{end}" for kind in KINDS for end in ("bin", "idx")]
+    if all(path.is_file() for path in made):
+        return folder
+    files = {kind: sorted(str(path) for path in text.glob(f"{kind}*")) for kind in KINDS}
+    for kind, found in files.items():
+        if not found:
+            raise ConfigError(f"--text-folder: {text} holds no file {kind}*, as {kind}.jsonl.bz2")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = ["train_tokenizer.py", "--input", *files["train"], "--output", str(made[0])]
+    tokenizer += ["--vocab-size", str(vocabulary), "--max-bytes", str(READ_BY_TOKENIZER)]
+    _run_tool([*tokenizer, "--overwrite"])
+    for kind, found in files.items():
+        _run_tool(
+            ["preprocess_data.py", "--input", *found, "--output-prefix", str(folder / kind)]
+            + ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(made[0])]
+            + ["--append-eod", "--overwrite"]
+        )
+    return folder
+
+
+def _run_tool(command: Sequence[str]) -> None:
+    done = subprocess.run([sys.executable, str(TOOLS / command[0]), *command[1:]])
+    if done.returncode:
+        raise ConfigError(f"{command[0]} failed with exit code {done.returncode}; see above")

@@ -1,0 +1,162 @@
+"""Run a study, a declared set of runs, and compare them by loss, bytes, time and memory.
+
+    python tools/study.py STUDY.yaml                        runs what has no result yet
+    python tools/study.py STUDY.yaml --list                 the runs, and which are done
+    python tools/study.py STUDY.yaml --slurm --partition=P  the same as Slurm job arrays
+    python tools/study.py STUDY.yaml --report --out FOLDER  tables, pictures and study.html
+
+Each run is started by scripts/launch.sh in WORK/runs; a finished run leaves one row. Ctrl-C or
+SIGTERM makes running ones save and leave, and the same command goes on: it skips what has a row and
+resumes what was interrupted. A failed run is told and does not stop the others; --only RUN makes it
+alone. Rows are collected in RESULTS. With --text-folder TEXT a tokenizer and data sets are made
+first. With --slurm, flags that this tool does not know are those of sbatch. docs/studies.md
+describes the file.
+
+Exit code 0; 1 if a run failed or is left; 2 for wrong usage or a wrong file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.closed_pipe import end_with_reader  # noqa: E402
+from megatron.config.fields import nearest  # noqa: E402
+from megatron.errors import ConfigError, SparsetronError  # noqa: E402
+from tools.studies import array  # noqa: E402
+from tools.studies.declaration import DeclaredRun, DeclaredStudy, read_study  # noqa: E402
+from tools.studies.execution import Execution, Launcher  # noqa: E402
+from tools.studies.page import report_of, write_report  # noqa: E402
+from tools.studies.rows import StudyRow, read_rows, write_rows  # noqa: E402
+from tools.studies.text_data import prepare  # noqa: E402
+
+EXIT_FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code."""
+    options, sbatch = _arguments(arguments)
+    try:
+        return _main(options, sbatch)
+    except SparsetronError as error:
+        print(f"study.py: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs {options.jobs}: must be at least 1")
+    if sbatch and not options.slurm:
+        raise ConfigError(f"{sbatch[0]}: no such flag; sbatch's flags need --slurm")
+    study = read_study(options.study)
+    work = options.work or Path("runs") / options.study.stem
+    results = options.results or work / "results.jsonl"
+    launcher = Launcher(study, jobs=options.jobs)
+    execution = Execution(
+        study, work, data=options.data, jobs=options.jobs, launcher=launcher, log=_log
+    )
+    wanted = _wanted(study, options.only)
+    if options.list:
+        done = {row.name for row in _collect(execution, results)}
+        for run in wanted:
+            print(f"{run.name:40} {'done' if run.name in done else ''}".rstrip())
+        return 0
+    if options.report:
+        return _report(study, _collect(execution, results), options.out or work)
+    if options.slurm:
+        return _submit(wanted, execution, options, work, sbatch)
+    if options.text_folder is not None:
+        if study.vocabulary is None:
+            raise ConfigError(f"--text-folder: {study.path} has no vocabulary to train on it")
+        prepare(options.text_folder, options.data, vocabulary=study.vocabulary)
+    signal.signal(signal.SIGTERM, lambda *_: launcher.stop())
+    signal.signal(signal.SIGINT, lambda *_: launcher.stop())
+    failed = execution.run_all(wanted)
+    if not options.only:
+        _collect(execution, results)
+    if failed:
+        _log(f"no result: {', '.join(failed)}; the same command tries again, --only RUN one alone")
+    return EXIT_FAILED if failed else 0
+
+
+def _wanted(study: DeclaredStudy, only: Sequence[str] | None) -> list[DeclaredRun]:
+    names = [run.name for run in study.runs]
+    for name in only or ():
+        if name not in names:
+            raise ConfigError(f"--only {name}: no such run{nearest(name, names)}; see --list")
+    return [run for run in study.runs if not only or run.name in only]
+
+
+def _collect(execution: Execution, results: Path) -> list[StudyRow]:
+    """Write the rows of this and earlier work folders to the file of results, and return them."""
+    earlier = execution.checked(read_rows(results))
+    rows = list(execution.checked([*earlier.values(), *execution.done.values()]).values())
+    if rows != list(earlier.values()):
+        write_rows(results, rows)
+    return rows
+
+
+def _report(study: DeclaredStudy, rows: Sequence[StudyRow], out: Path) -> int:
+    if not rows:
+        raise ConfigError(f"{study.path}: no run has a result yet; start without --report")
+    for path in write_report(report_of(study, rows), out):
+        print(path)
+    return 0
+
+
+def _submit(
+    wanted: Sequence[DeclaredRun],
+    execution: Execution,
+    options: argparse.Namespace,
+    work: Path,
+    sbatch: Sequence[str],
+) -> int:
+    done = execution.done
+    runs = [run for run in wanted if run.name not in done]
+    if not runs:
+        _log("all runs are done")
+        return 0
+    command = array.own_command(
+        [str(options.study.resolve()), "--work", str(work.resolve())]
+        + ["--data", str(options.data.resolve())]
+    )
+    jobs = array.submit(runs, command, work=work, jobs=options.jobs, flags=sbatch)
+    _log(f"submitted {len(runs)} runs as jobs {', '.join(jobs)}; --report reads what is done")
+    return 0
+
+
+def _log(line: str) -> None:
+    print(f"study.py: {line}", flush=True)
+
+
+def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="study.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("study", type=Path, metavar="STUDY.yaml", help="the declared runs")
+    add("--work", type=Path, help="folder of runs and rows (default: runs/<name of the study>)")
+    add("--data", type=Path, default=Path("data"), help="{data} in flags (default: data)")
+    add("--text-folder", type=Path, help="train*, valid*: make a tokenizer and data sets in DATA")
+    add("--results", type=Path, help="file of collected rows (default: WORK/results.jsonl)")
+    add("--out", type=Path, help="folder of the report (default: WORK)")
+    add("--only", nargs="+", metavar="RUN", help="make these runs alone")
+    add("--jobs", type=int, default=1, help="processes at a time, or tasks of a Slurm array")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--list", action="store_true", help="list the runs and mark finished ones")
+    mode.add_argument("--report", action="store_true", help="write tables and pictures")
+    mode.add_argument("--slurm", action="store_true", help="submit Slurm job arrays")
+    return parser.parse_known_args(arguments)
+
+
+if __name__ == "__main__":
+    end_with_reader()
+    sys.exit(main())
