@@ -20,8 +20,8 @@ from tools.studies.declaration import DeclaredStudy
 from tools.studies.rows import StudyRow
 from tools.studies.statistics import (
     Difference,
-    Group,
     Measure,
+    SeedGroup,
     beaten_by,
     difference,
     frontier,
@@ -58,12 +58,12 @@ COSTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class StudyReport:
     """All that is reported of a study whose runs have these rows."""
 
     study: DeclaredStudy
     rows: Sequence[StudyRow]
-    groups: Sequence[Group]
+    groups: Sequence[SeedGroup]
     pairs: Sequence[Difference]
 
     @property
@@ -79,7 +79,7 @@ class Report:
         return [run.name for run in self.study.runs if run.name not in done]
 
 
-def report_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> Report:
+def report_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> StudyReport:
     """Compare the groups of a study."""
     groups = groups_of(rows, study.groups, study.baseline)
     by_name = {group.name: group for group in groups}
@@ -90,10 +90,10 @@ def report_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> Report:
         if first in by_name and second in by_name
     ]
     found = [pair for pair in pairs if pair is not None]
-    return Report(study=study, rows=rows, groups=groups, pairs=found)
+    return StudyReport(study=study, rows=rows, groups=groups, pairs=found)
 
 
-def write_report(report: Report, out: Path) -> list[Path]:
+def write_report(report: StudyReport, out: Path) -> list[Path]:
     """Write README.md, results.json, study.html and the pictures; return the files.
 
     A page that has a head of its own keeps it (`tools.bench.common.page_files`).
@@ -132,12 +132,12 @@ COLUMNS = (
 )
 
 
-def group_cells(report: Report) -> list[list[str]]:
+def group_cells(report: StudyReport) -> list[list[str]]:
     """Return the cells of the table of groups, a line for each."""
     return [_cells(group, report) for group in report.groups]
 
 
-def _cells(group: Group, report: Report) -> list[str]:
+def _cells(group: SeedGroup, report: StudyReport) -> list[str]:
     sending = [each for each in report.groups if each.payload]
     beaten = beaten_by(group, sending, BYTES.measure) if group.payload else None
     is_baseline = group.name == report.study.baseline
@@ -153,12 +153,12 @@ def _cells(group: Group, report: Report) -> list[str]:
     return [*cells, "" if beaten is None else ", ".join(beaten) or "none"]
 
 
-def _seeds(group: Group) -> str:
+def _seeds(group: SeedGroup) -> str:
     failed = f" ({group.failed} failed)" if group.failed else ""
     return f"{len(group.losses)}{failed}"
 
 
-def pair_cells(report: Report) -> list[list[str]]:
+def pair_cells(report: StudyReport) -> list[list[str]]:
     """Return the cells of the table of pairs."""
     return [
         [
@@ -175,7 +175,7 @@ def pair_cells(report: Report) -> list[list[str]]:
 PAIR_COLUMNS = ("pair", "seeds", "difference", "error", "verdict")
 
 
-def note(report: Report) -> list[str]:
+def note(report: StudyReport) -> list[str]:
     """Return what the columns mean, and what is missing."""
     lines = [
         "Loss: validation loss at the end, nats, mean over seeds. Gap: loss less that of "
@@ -195,7 +195,7 @@ def note(report: Report) -> list[str]:
     return lines
 
 
-def as_markdown(report: Report) -> str:
+def as_markdown(report: StudyReport) -> str:
     """Return the tables as Markdown, with the pictures of the folder."""
     lines = [f"Study: `{report.study.path.name}`. {note(report)[0]}", ""]
     lines += [text for extra in note(report)[1:] for text in (extra, "")]
@@ -214,7 +214,7 @@ def _markdown_table(
     return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def as_html(report: Report, pictures: dict[str, ParetoPicture | GapPicture]) -> str:
+def as_html(report: StudyReport, pictures: dict[str, ParetoPicture | GapPicture]) -> str:
     """Return the report as a complete HTML document."""
     body = [f"<header><h1>{escape(report.study.title)}</h1></header>"]
     body += [f'<p class="card">{escape(text)}</p>' for text in note(report)]
@@ -232,7 +232,7 @@ class ParetoPicture:
     """Loss against a cost: a point for each group, and the front of those that none beats."""
 
     title: str
-    groups: Sequence[Group]
+    groups: Sequence[SeedGroup]
     cost: Cost
 
     def draw(self, figure: Figure) -> None:
@@ -263,7 +263,7 @@ class GapPicture:
     """Gaps to the baseline with their standard errors, a line for each group."""
 
     title: str
-    groups: Sequence[Group]
+    groups: Sequence[SeedGroup]
 
     def draw(self, figure: Figure) -> None:
         """Draw the gaps; a hollow point has the error of one seed."""
@@ -289,7 +289,7 @@ class GapPicture:
         axes.set_xlabel("nats, standard error; in brackets: seeds")
 
 
-def pictures_of(report: Report) -> dict[str, ParetoPicture | GapPicture]:
+def pictures_of(report: StudyReport) -> dict[str, ParetoPicture | GapPicture]:
     """Return the pictures by the name of their file."""
     found: dict[str, ParetoPicture | GapPicture] = {}
     for cost in COSTS:

@@ -12,11 +12,11 @@ from tools.studies.rows import StudyRow
 BEYOND = 2.0
 """Standard errors that a difference must exceed to count."""
 
-Measure = Callable[["Group"], float]
+Measure = Callable[["SeedGroup"], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class SeedGroup:
     """The runs of one group.
 
     `losses` are validation losses by seed, `gaps` those less the loss of the baseline's run of the
@@ -79,7 +79,7 @@ class Difference:
         return f"{self.first if self.mean < 0 else self.second} is lower"
 
 
-def groups_of(rows: Sequence[StudyRow], order: Sequence[str], baseline: str) -> list[Group]:
+def groups_of(rows: Sequence[StudyRow], order: Sequence[str], baseline: str) -> list[SeedGroup]:
     """Return the groups that have rows, in `order`."""
     members = {name: [row for row in rows if row.group == name] for name in order}
     losses = {name: losses_of(found) for name, found in members.items()}
@@ -122,7 +122,9 @@ def standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def difference(first: Group, second: Group, *, scatter: float | None = None) -> Difference | None:
+def difference(
+    first: SeedGroup, second: SeedGroup, *, scatter: float | None = None
+) -> Difference | None:
     """Return the paired difference of two groups; None without a common seed.
 
     `scatter` is the standard deviation of a gap, from which the error follows with one seed.
@@ -143,7 +145,7 @@ def difference(first: Group, second: Group, *, scatter: float | None = None) -> 
     )
 
 
-def beaten_by(group: Group, groups: Sequence[Group], measure: Measure) -> list[str] | None:
+def beaten_by(group: SeedGroup, groups: Sequence[SeedGroup], measure: Measure) -> list[str] | None:
     """Return the groups that cost at most as much by `measure` and whose loss is lower.
 
     Lower means by more than two standard errors of the paired difference over at least two common
@@ -162,9 +164,9 @@ def beaten_by(group: Group, groups: Sequence[Group], measure: Measure) -> list[s
     return found
 
 
-def frontier(groups: Sequence[Group], measure: Measure) -> list[Group]:
+def frontier(groups: Sequence[SeedGroup], measure: Measure) -> list[SeedGroup]:
     """Return the groups on the Pareto front of mean loss against `measure`, by rising cost."""
-    found: list[Group] = []
+    found: list[SeedGroup] = []
     rated = [(measure(group), group.loss, group) for group in groups if group.loss is not None]
     for _, loss, group in sorted(rated, key=lambda each: each[:2]):
         if not found or loss < (found[-1].loss or math.inf):
@@ -178,9 +180,9 @@ def _group(
     losses: Mapping[int, float],
     gaps: Mapping[int, float],
     scatter: float | None,
-) -> Group:
+) -> SeedGroup:
     error = standard_error(list(gaps.values())) if len(gaps) > 1 else scatter
-    return Group(
+    return SeedGroup(
         name=name,
         ranks=rows[0].ranks,
         losses=losses,
