@@ -3,16 +3,17 @@
 A row consists of four factors: a gradient path with its options (a line of `harness.PATHS`), the
 wire, the place of the optimizer states, and the number of ranks. The program decides which values
 go together: a row is legal if `parse` and `resolve` accept its flags. `table` has every legal pair
-of values of two factors in at least one row; `product`, for `--all`, has every legal row.
+of values of two factors in at least one row; `product`, for `--all`, has every legal row. The own
+parameters of a law, such as the dtype, are a factor of the table too (`in_turns`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -21,6 +22,8 @@ from megatron.config.fields import flag_name, specs_of
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
 from tests.contract.harness import PATHS, TOTAL_ITERATIONS, WORLDS, PathCase, case_id
+
+T = TypeVar("T")
 
 WIRES = (None, *specs_of(GradientConfig, "gradient")["grad_wire"].choices)
 STATES: tuple[dict[str, Any], ...] = ({}, {"sharded": True}, {"inner": 2}, {"offloaded": True})
@@ -31,6 +34,10 @@ RUN = f"--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --
 """A run that takes any gradient path, with rounds of any length."""
 
 
+Values = tuple[object, str | None, str, int]
+"""The values of the four factors of a row."""
+
+
 class Row(NamedTuple):
     """A case and the number of ranks on which it is tested."""
 
@@ -38,7 +45,7 @@ class Row(NamedTuple):
     world: int
 
     @property
-    def values(self) -> tuple[object, str | None, str, int]:
+    def values(self) -> Values:
         """The values of the four factors."""
         case = self.case
         options = tuple(case.options.items())
@@ -120,23 +127,42 @@ def product() -> tuple[Row, ...]:
 
 
 @cache
-def table() -> tuple[Row, ...]:
-    """Return legal rows that have every legal pair of values.
+def lines() -> tuple[Row, ...]:
+    """Return the rows of the lines of `PATHS`.
 
-    Lines of `PATHS` without other settings are rows on every number of ranks, the other lines on
-    two ranks, or on four where two are too few.
+    Lines without other settings are rows on every number of ranks, the other lines on two ranks, or
+    on four where two are too few.
     """
-    legal = product()
-    numbers = {row.values: number for number, row in enumerate(legal)}
-    lines = list[int]()
+    legal = {row.values: row for row in product()}
+    chosen = list[Row]()
     for line in PATHS:
         values = [Row(line, world).values for world in WORLDS]
-        found = [numbers[each] for each in values if each in numbers]
-        several = [number for number in found if legal[number].world > 1]
+        found = [legal[each] for each in values if each in legal]
+        several = [row for row in found if row.world > 1]
         assert several, f"{case_id(line)}: {refusals(line)}"
-        lines += found if line.is_plain else several[:1]
-    chosen = covering([row.pairs for row in legal], lines)
+        chosen += found if line.is_plain else several[:1]
+    return tuple(chosen)
+
+
+@cache
+def table() -> tuple[Row, ...]:
+    """Return legal rows that have every legal pair of values, with `lines` among them."""
+    legal = product()
+    numbers = {row.values: number for number, row in enumerate(legal)}
+    chosen = covering([row.pairs for row in legal], [numbers[row.values] for row in lines()])
     return tuple(legal[number] for number in sorted(chosen))
+
+
+def in_turns(choices: Mapping[Values, Sequence[T]]) -> Iterator[T]:
+    """Yield the choices of a law's own parameters for each row, which is given by its values.
+
+    They are a factor as well: rows of `lines` have all of them, the others one each, in turns, so
+    that every choice is tested beside many values of the four factors. The number of ranks is 0 for
+    a law that runs once for each case.
+    """
+    complete = {values for row in lines() for values in (row.values, (*row.values[:3], 0))}
+    for number, (values, found) in enumerate(choices.items()):
+        yield from found if values in complete else [found[number % len(found)]]
 
 
 def covering(rows: Sequence[Collection[Any]], first: Iterable[int] = ()) -> set[int]:

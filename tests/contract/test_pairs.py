@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 from tests.contract.harness import PATHS, WORLDS, PathCase, case_id
-from tests.contract.pairs import Row, combined, covering, product, refusals, table
+from tests.contract.pairs import Row, combined, covering, in_turns, lines, product, refusals, table
 
 FLAGS = ("grad_wire", "use_distributed_optimizer", "dp_inner_size", "optimizer_cpu_offload")
 """The settings that a refused combination names."""
@@ -71,3 +71,14 @@ def test_a_rounding_wire_takes_the_laws_of_exact_sums_from_a_case() -> None:
     exact, rounded, fed_back = (True, True), (True, False), (False, False)
     assert list(facts.values()) == [exact, exact, rounded, fed_back, fed_back]
     assert not PathCase("topk", lossless=False).lossless
+
+
+def test_the_parameters_of_a_law_take_turns_in_rows_that_complete_the_table() -> None:
+    complete = {row.values for row in lines()}
+    others = [row.values for row in table() if row.values not in complete]
+    assert len(others) > 6, "enough for every one of three choices to come twice"
+    chosen = list(in_turns({values: [(values, n) for n in range(3)] for values in others}))
+    assert [values for values, _ in chosen] == others
+    assert [n for _, n in chosen[:4]] == [0, 1, 2, 0]
+    first = lines()[0].values
+    assert list(in_turns({first: "abc", (*first[:3], 0): "de"})) == list("abcde")
