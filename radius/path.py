@@ -115,13 +115,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "radius_schedule": "rolling",
         "radius_density": 0.35,
         "radius_interval": 20,
+        "radius_clip": "per-step",
         "grad_wire": "bf16",
     }
 }
 """Settings by value of `radius_preset`.
 
 best: of the settings that send 0.19 of the bytes of a dense fp32 step, that which ended with the
-least loss (tools/bench/rolling).
+least loss (tools/bench/rolling), with the clipping that lowers it further (tools/bench/
+loss_by_bytes).
 """
 
 START_FRACTION = 0.2
@@ -135,8 +137,8 @@ class RadiusConfig:
     radius_preset: Literal["paper", "best"] = option(
         default="paper",
         help="paper: the settings of the paper; best (ours): rolling schedule, density 0.35, "
-        "interval 20 and bf16 values, unless given otherwise. Least loss of all measured settings "
-        "at 0.38 of the bytes of dense bf16.",
+        "interval 20, clipping per step and bf16 values, unless given otherwise. Least loss of all "
+        "measured settings of Radius at 0.38 of the bytes of dense bf16.",
         saved=False,
     )
     radius_density: float = option(

@@ -12,7 +12,8 @@ alone. Rows are collected in RESULTS. With --text-folder TEXT a tokenizer and da
 first. With --slurm, flags that this tool does not know are those of sbatch. docs/studies.md
 describes the file.
 
-Exit code 0; 1 if a run failed or is left; 2 for wrong usage or a wrong file.
+Exit code 0; 1 if a run failed or is left; 2 for wrong usage or a wrong file, 3 if files cannot be
+read or written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config.fields import nearest  # noqa: E402
-from megatron.errors import ConfigError, SparsetronError  # noqa: E402
+from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 from tools.studies import array  # noqa: E402
 from tools.studies.declaration import DeclaredRun, DeclaredStudy, read_study  # noqa: E402
 from tools.studies.execution import Execution, Launcher  # noqa: E402
@@ -46,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SparsetronError as error:
         print(f"study.py: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"study.py: {error}", file=sys.stderr)
+        return DataError.exit_code
 
 
 def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
@@ -61,22 +65,24 @@ def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
         study, work, data=options.data, jobs=options.jobs, launcher=launcher, log=_log
     )
     wanted = _wanted(study, options.only)
+    rows = _collect(execution, results)
+    done = [row.name for row in rows]
     if options.list:
-        done = {row.name for row in _collect(execution, results)}
         for run in wanted:
             print(f"{run.name:40} {'done' if run.name in done else ''}".rstrip())
         return 0
     if options.report:
-        return _report(study, _collect(execution, results), options.out or work)
-    if options.slurm:
-        return _submit(wanted, execution, options, work, sbatch)
+        return _report(study, rows, options.out or work)
     if options.text_folder is not None:
         if study.vocabulary is None:
             raise ConfigError(f"--text-folder: {study.path} has no vocabulary to train on it")
         prepare(options.text_folder, options.data, vocabulary=study.vocabulary)
-    signal.signal(signal.SIGTERM, lambda *_: launcher.stop())
-    signal.signal(signal.SIGINT, lambda *_: launcher.stop())
-    failed = execution.run_all(wanted)
+    if options.slurm:
+        runs = [run for run in wanted if run.name not in done]
+        return _submit(runs, options, work, sbatch)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: launcher.stop())
+    failed = execution.run_all(wanted, done)
     if not options.only:
         _collect(execution, results)
     if failed:
@@ -93,12 +99,18 @@ def _wanted(study: DeclaredStudy, only: Sequence[str] | None) -> list[DeclaredRu
 
 
 def _collect(execution: Execution, results: Path) -> list[StudyRow]:
-    """Write the rows of this and earlier work folders to the file of results, and return them."""
-    earlier = execution.checked(read_rows(results))
-    rows = list(execution.checked([*earlier.values(), *execution.done.values()]).values())
-    if rows != list(earlier.values()):
-        write_rows(results, rows)
-    return rows
+    """Add the rows of the work folder to the file of results; return those of declared runs.
+
+    Rows of runs that the study no longer declares stay in the file.
+    """
+    earlier = read_rows(results)
+    known = {row.name for row in earlier}
+    new = [row for name, row in execution.done.items() if name not in known]
+    found = execution.checked([*earlier, *new])
+    if new:
+        others = [row for row in earlier if row.name not in found]
+        write_rows(results, [*found.values(), *others])
+    return list(found.values())
 
 
 def _report(study: DeclaredStudy, rows: Sequence[StudyRow], out: Path) -> int:
@@ -110,14 +122,8 @@ def _report(study: DeclaredStudy, rows: Sequence[StudyRow], out: Path) -> int:
 
 
 def _submit(
-    wanted: Sequence[DeclaredRun],
-    execution: Execution,
-    options: argparse.Namespace,
-    work: Path,
-    sbatch: Sequence[str],
+    runs: Sequence[DeclaredRun], options: argparse.Namespace, work: Path, sbatch: Sequence[str]
 ) -> int:
-    done = execution.done
-    runs = [run for run in wanted if run.name not in done]
     if not runs:
         _log("all runs are done")
         return 0

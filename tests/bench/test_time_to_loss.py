@@ -60,7 +60,7 @@ def test_a_path_is_compared_with_a_dense_run_of_its_time() -> None:
     assert found.dense_loss == pytest.approx(5.155) and found.loss == pytest.approx(5.055)
     assert found.difference == pytest.approx(-0.1) and found.error == pytest.approx(0, abs=1e-12)
     assert found.verdict == "pays"
-    assert replace(found, error=0.06).verdict == "not shown"
+    assert replace(found, error=0.01).verdict == "not shown", "two seeds need 12.71 errors"
     assert replace(found, difference=0.1).verdict == "does not pay"
 
 

@@ -152,7 +152,12 @@ def test_flags_of_an_older_version_are_announced(tmp_path: Path) -> None:
     assert "--log-progress" in told
 
 
-PRESET = {"radius_schedule": "rolling", "radius_density": 0.35, "radius_interval": 20}
+PRESET = {
+    "radius_schedule": "rolling",
+    "radius_density": 0.35,
+    "radius_interval": 20,
+    "radius_clip": "per-step",
+}
 
 
 @pytest.mark.parametrize("path", ["radius", "samo+radius"])

@@ -60,6 +60,7 @@ def row(
         group=group,
         seed=seed,
         ranks=2,
+        data_parallel=2,
         settings=settings,
         exit_code=0 if loss is not None else 5,
         steps=10,

@@ -74,6 +74,19 @@ def test_grids_multiply_and_may_hold_lengths(tmp_path: Path) -> None:
         ("mock-data: true", "mock-data: {a: 1}", "flags.mock-data: must be a value, or a list"),
         ("tokens: 640", "tokens: [640]", "tokens: [640]; must be a whole number"),
         ("title: Does", "title: [Does", "not YAML"),
+        ("seeds: [1, 2]", "seeds: [2024-99-99]", "not YAML"),
+        ("tokens: 640", f"tokens: {'6' * 5000}", "not YAML"),
+        ("tokens: 640", "tokens: !!int six", "not YAML"),
+        ("  dense: {}", "  dense: !!map six", "not YAML"),
+        ("  dense: {}", "  dense: false", "runs.dense: must be a mapping"),
+        (
+            "mock-data: true",
+            "mock-data: true\n  mock_data: true",
+            "flags.mock_data: is given twice",
+        ),
+        ("    ranks: 2", "    flags: {grad-wire: fp32}", "flags.grad-wire: the grid gives it too"),
+        ("baseline: dense", "reference: dense", "reference: dense runs on one rank"),
+        ("mock-data: true", "help: true", "flags.help: the study sets it for each run"),
     ],
 )
 def test_what_is_wrong_is_refused_by_key(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -91,7 +104,8 @@ def test_what_is_wrong_is_refused_by_key(tmp_path: Path, old: str, new: str, mes
         ("tokens: 640", "tokens: 641", "tokens: 641; must be a multiple of a step's 64"),
         ("step: 4", "step: 10", "run dense_bf16: fork.step: 10; the run has fewer steps"),
         ("lr: 1.0e-3", "train-iters: 10", "tokens: train-iters gives the length too"),
-        ("  global-batch-size: 4\n", "", "tokens: needs global-batch-size among the flags"),
+        ("global-batch-size: 4", "global-batch-size: 0", "run dense: --global-batch-size"),
+        ("lr: 1.0e-3", "lr: 1.0e-3\n  skip-train: true", "skip_train: the run would not make all"),
         ("[bf16, int4]", "[bf16, int3]", "run dense_int3: --grad-wire"),
         ("title:", "entry: train.py\ntitle:", "entry: train.py; must be one of"),
     ],
@@ -105,20 +119,40 @@ def test_flags_are_checked_before_anything_starts(
     assert message in str(raised.value) and str(path) in str(raised.value)
 
 
-def test_a_base_saves_at_each_fork_and_a_fork_loads_it(tmp_path: Path) -> None:
+def test_a_fork_loads_its_base(tmp_path: Path) -> None:
     path = write_study(tmp_path)
     study, commands = read_study(path), commands_of(path)
     base, fork = study.run("dense-seed1"), study.run("dense_int4-seed1")
-    first, last = commands.starts(base)
-    assert first[1][-2:] == ["--exit-interval", "4"] and "--exit-interval" not in last[1]
-    assert [run.name for run, _ in commands.starts(fork)] == ["dense-seed1", "dense_int4-seed1"]
-    flags = list(commands.starts(fork))[1][1]
+    assert commands.fork_steps(base) == [4] and commands.fork_steps(fork) == []
+    assert commands.flags(base, until=4)[-2:] == ["--exit-interval", "4"]
+    assert "--exit-interval" not in commands.flags(base) and "--load" not in commands.flags(base)
+    flags = commands.flags(fork)
     assert flags[flags.index("--load") + 1] == str(tmp_path / "runs" / "dense-seed1")
     assert flags[flags.index("--ckpt-step") + 1] == "4"
     assert flags[flags.index("--micro-batch-size") + 1] == "2", "a half of the batch on each rank"
-    (tmp_path / "runs" / "dense-seed1" / "checkpoints" / "step_00000004").mkdir(parents=True)
-    assert [run.name for run, _ in commands.starts(fork)] == ["dense_int4-seed1"]
-    assert len(list(commands.starts(base))) == 1
+    sizes = commands.steps(fork), commands.own_steps(fork), commands.data_parallel(fork)
+    assert sizes == (10, 6, 2)
+
+
+def test_the_sizes_of_a_step_may_come_from_a_configuration(tmp_path: Path) -> None:
+    config = tmp_path / "base.yaml"
+    config.write_text("training: {micro_batch_size: 2, global_batch_size: 4}\n", encoding="utf-8")
+    path = write_study(tmp_path, ("global-batch-size: 4", f"config: {config}"))
+    run = read_study(path).run("dense-seed1")
+    commands = commands_of(path)
+    digest = commands.digest(run)
+    assert commands.steps(run) == 10 and "--micro-batch-size" not in commands.flags(run)
+    config.write_text("training: {micro_batch_size: 1, global_batch_size: 4}\n", encoding="utf-8")
+    assert commands_of(path).digest(run) != digest, "the content of the file counts"
+
+
+def test_ranks_of_one_copy_share_its_batch(tmp_path: Path) -> None:
+    change = ("ranks: 2", "ranks: 4\n    flags: {tensor-model-parallel-size: 2}")
+    pairs = ("[[dense_int4, dense_bf16]]", "[]")
+    path = write_study(tmp_path, change, ("[bf16, int4]", "[bf16]"), pairs)
+    commands, run = commands_of(path), read_study(path).run("dense_bf16-seed1")
+    flags = commands.flags(run)
+    assert flags[flags.index("--micro-batch-size") + 1] == "2" and commands.data_parallel(run) == 2
 
 
 def test_settings_are_told_apart_but_not_the_folders(tmp_path: Path) -> None:
@@ -133,7 +167,5 @@ def test_settings_are_told_apart_but_not_the_folders(tmp_path: Path) -> None:
 
 def test_the_data_folder_replaces_its_place(tmp_path: Path) -> None:
     path = write_study(tmp_path, ("mock-data: true", 'data-path: "{data}/text_document"'))
-    flags = [
-        word for _, words in commands_of(path).starts(read_study(path).runs[0]) for word in words
-    ]
+    flags = commands_of(path).flags(read_study(path).runs[0])
     assert str(tmp_path / "data" / "text_document") in flags

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,16 +16,18 @@ import pytest
 from megatron.errors import ConfigError
 from tests.studies.files import NAMES, write_study
 from tools import study as tool
+from tools.studies import execution as execution_module
 from tools.studies.array import arrays_of, script_of
-from tools.studies.declaration import read_study
+from tools.studies.declaration import DeclaredRun, read_study
 from tools.studies.execution import Execution, Launcher
-from tools.studies.rows import read_rows
+from tools.studies.rows import StudyRow, read_rows
 
 
 class PretendedRuns(Launcher):
     """Writes what a run would, in place of starting it, and keeps the names of the starts.
 
-    Runs in `failing` end with their exit code. The launcher stops after the run `stop_after`.
+    Runs in `failing` end with their exit code. The launcher stops after the run `stop_after`. With
+    `last`, runs leave after this step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,12 +35,16 @@ class PretendedRuns(Launcher):
         self.starts: list[str] = []
         self.failing: dict[str, int] = {}
         self.stop_after = ""
+        self.last = 0
         self._guard = threading.Lock()
         self.at_once, self.most_at_once = 0, 0
 
-    def __call__(self, flags: Sequence[str], *, ranks: int, folder: Path, console: Path) -> int:
+    def __call__(
+        self, flags: Sequence[str], *, ranks: int, folder: Path, console: Path, lock: int
+    ) -> int:
         if self.stopping:
             return 130
+        os.fstat(lock)  # open for the run
         with self._guard:
             self.at_once += ranks
             self.most_at_once = max(self.most_at_once, self.at_once)
@@ -46,21 +56,23 @@ class PretendedRuns(Launcher):
 
     def _run(self, flags: Sequence[str], folder: Path) -> int:
         value = dict(zip(flags, [*flags[1:], ""], strict=True)).get
-        self.starts.append(
-            f"{folder.name}{' to ' * ('--exit-interval' in flags)}{value('--exit-interval', '')}"
-        )
+        until = value("--exit-interval")
+        self.starts.append(folder.name + (f" to {until}" if until else ""))
         if code := self.failing.get(folder.name, 0):
             return code
-        last = int(value("--exit-interval", value("--train-iters", "0")))
-        (folder / "checkpoints" / f"step_{last:08d}").mkdir(parents=True)
+        if base := value("--load"):
+            step = int(value("--ckpt-step", "0"))
+            assert (Path(base) / "checkpoints" / f"step_{step:08d}").is_dir(), "as a run would"
+        last = self.last or int(until or value("--train-iters", "0"))
+        (folder / "checkpoints" / f"step_{last:08d}").mkdir(parents=True, exist_ok=True)
         common = {"step_seconds": 0.1, "bytes_sent": 8, "density": 1.0, "peak_memory_bytes": 9}
-        lines = [
+        lines: list[dict[str, float]] = [
             {"iteration": i, "lm_loss": 5.0, "grad_norm": 1.0, **common} for i in range(1, last + 1)
         ]
         lines.append({"iteration": last, "valid_loss": 4.0 + int(value("--seed", "0"))})
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
-        state = {"state": "done" if "--exit-interval" not in flags else "left", "iteration": last}
+        state = {"state": "left" if until or self.last else "done", "iteration": last}
         (folder / "status.json").write_text(json.dumps({**state, "exit_code": 0}), encoding="utf-8")
         if folder.name == self.stop_after:
             self.stop()
@@ -76,7 +88,7 @@ def execute(
         study, path.parent / "work", data=Path("data"), jobs=2, launcher=launcher, log=lines.append
     )
     wanted = [run for run in study.runs if not only or run.name in only]
-    return execution.run_all(wanted), lines, execution
+    return execution.run_all(wanted, execution.done), lines, execution
 
 
 def test_each_base_runs_up_to_its_fork_and_then_on(tmp_path: Path) -> None:
@@ -108,6 +120,7 @@ def test_a_failed_run_is_told_and_can_be_made_alone(tmp_path: Path) -> None:
     launcher.failing = {"dense_bf16-seed1": 3}
     failed, lines, execution = execute(path, launcher)
     assert failed == ["dense_bf16-seed1"] and len(execution.done) == 5
+    assert "5 of 6" in lines[-1] and not any("6 of 6" in line for line in lines)
     (told,) = [line for line in lines if "exit code" in line]
     assert told.startswith("dense_bf16-seed1: exit code 3; see ") and told.endswith("seed1.txt")
     launcher.failing, launcher.starts = {}, []
@@ -117,15 +130,96 @@ def test_a_failed_run_is_told_and_can_be_made_alone(tmp_path: Path) -> None:
 
 def test_numbers_that_went_wrong_are_a_result(tmp_path: Path) -> None:
     path = write_study(tmp_path)
-    execute(path, PretendedRuns(path), ["dense-seed1"])
     launcher = PretendedRuns(path)
-    (tmp_path / "work" / "runs" / "dense_int4-seed1").mkdir()
-    metrics = (tmp_path / "work" / "runs" / "dense-seed1" / "metrics.jsonl").read_text()
-    (tmp_path / "work" / "runs" / "dense_int4-seed1" / "metrics.jsonl").write_text(metrics)
+    execute(path, launcher, ["dense-seed1"])
     launcher.failing = {"dense_int4-seed1": 5}
+    execute(path, launcher, ["dense_int4-seed1"])  # has its settings now, and no metrics yet
+    folders = tmp_path / "work" / "runs"
+    (folders / "dense_int4-seed1").mkdir()
+    metrics = (folders / "dense-seed1" / "metrics.jsonl").read_text()
+    (folders / "dense_int4-seed1" / "metrics.jsonl").write_text(metrics)
     failed, _, execution = execute(path, launcher, ["dense_int4-seed1"])
     row = execution.done["dense_int4-seed1"]
     assert failed == [] and (row.exit_code, row.valid_loss) == (5, None)
+
+
+def test_a_base_whose_numbers_went_wrong_is_no_result_of_its_fork(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    launcher = PretendedRuns(path)
+    launcher.failing = {"dense-seed1": 5}
+    failed, lines, _ = execute(path, launcher, ["dense_int4-seed1"])
+    assert failed == ["dense_int4-seed1"]
+    assert "no checkpoint of dense-seed1 after step 4: exit code 5" in lines[-1]
+
+
+def test_a_run_that_left_early_has_no_row(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    launcher = PretendedRuns(path)
+    execute(path, launcher, ["dense-seed1"])
+    launcher.last = 6
+    failed, lines, execution = execute(path, launcher, ["dense_int4-seed1"])
+    assert failed == ["dense_int4-seed1"] and list(execution.done) == ["dense-seed1"]
+    assert "left before its last step" in lines[-1]
+
+
+def test_a_fork_from_a_step_that_the_base_has_passed_is_told(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    execute(path, PretendedRuns(path), ["dense-seed1"])
+    launcher = PretendedRuns(path)
+    launcher.last = 10  # as a run that goes on from its last checkpoint
+    later = write_study(tmp_path, ("step: 4", "step: 3"))
+    failed, lines, _ = execute(later, launcher, ["dense_int4-seed1"])
+    assert failed == ["dense_int4-seed1"] and "after step 3: it is past this step" in lines[-1]
+
+
+def test_a_run_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    execute(path, PretendedRuns(path))
+    for row in (tmp_path / "work" / "rows").iterdir():
+        row.unlink()
+    changed = write_study(tmp_path, ("lr: 1.0e-3", "lr: 2.0e-3"))
+    again = PretendedRuns(changed)
+    failed, lines, execution = execute(changed, again)
+    assert sorted(failed) == sorted(NAMES) and again.starts == [] and execution.done == {}
+    assert all("holds a run of other settings" in line for line in lines if ": /" in line)
+
+
+def test_a_run_that_another_process_makes_is_waited_for(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    launcher = PretendedRuns(path)
+    _, lines, execution = execute(path, launcher, ["dense-seed1"])
+    finished = tmp_path / "work" / "rows" / "dense-seed1.json"
+    row = finished.read_text()
+    finished.unlink()
+    launcher.starts = []
+    with open(tmp_path / "work" / "locks" / "dense-seed1", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(execution.run_one, execution_run(path, "dense-seed1"))
+            while "dense-seed1: in use by another process; waits" not in lines:
+                assert not made.done(), "the lock is held"
+            finished.write_text(row)
+            fcntl.flock(file, fcntl.LOCK_UN)
+            assert made.result().line + "\n" == row and launcher.starts == []
+
+
+def execution_run(path: Path, name: str) -> DeclaredRun:
+    return read_study(path).run(name)
+
+
+def test_a_full_disk_ends_one_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = execution_module.write_row
+
+    def refused(path: Path, row: StudyRow) -> None:
+        if row.group == "dense_int4":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, row)
+
+    monkeypatch.setattr(execution_module, "write_row", refused)
+    path = write_study(tmp_path)
+    failed, lines, execution = execute(path, PretendedRuns(path))
+    assert set(failed) == {"dense_int4-seed1", "dense_int4-seed2"} and len(execution.done) == 4
+    assert sum("No space left" in line for line in lines) == 2
 
 
 def test_a_stop_leaves_the_rest_for_another_start(tmp_path: Path) -> None:
@@ -152,7 +246,7 @@ def test_arrays_put_bases_first_and_one_number_of_ranks_together(tmp_path: Path)
     bases, forks = arrays_of(runs)
     assert [run.name for run in bases.runs] == ["dense-seed1", "dense-seed2"]
     assert (bases.ranks, forks.ranks, forks.after_bases) == (1, 2, True)
-    script = script_of(forks, ["python", "study.py", "a b.yaml"], work=Path("work"), jobs=3)
+    script = script_of(forks, ["python", "study.py", "a b.yaml"], jobs=3)
     assert "#SBATCH --array=0-3%3\n#SBATCH --ntasks=2\n" in script
     assert "python study.py 'a b.yaml' --only \"${runs[SLURM_ARRAY_TASK_ID]}\"" in script
     assert f"runs=({' '.join(run.name for run in forks.runs)})" in script

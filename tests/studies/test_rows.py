@@ -28,6 +28,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
         ('"valid_loss": 5.0', '"valid_loss": 4.0', ":1: the row was changed"),
         ('"seed": 1, ', "", ":1: the row was changed"),
         ("{", "", ":1: no row of a study"),
+        ("{", "[{", ":1: no row of a study"),
     ],
 )
 def test_a_changed_row_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -67,6 +68,7 @@ def test_a_row_counts_the_steps_of_the_run_itself(tmp_path: Path) -> None:
         group="a",
         seed=1,
         ranks=2,
+        data_parallel=2,
         settings="0",
         exit_code=0,
         first_step=11,
@@ -87,6 +89,7 @@ def test_a_run_without_a_step_of_its_own_has_no_row(tmp_path: Path) -> None:
             group="a",
             seed=1,
             ranks=2,
+            data_parallel=2,
             settings="0",
             exit_code=0,
             first_step=41,

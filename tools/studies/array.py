@@ -39,7 +39,7 @@ def arrays_of(runs: Sequence[DeclaredRun]) -> Iterator[JobArray]:
             yield JobArray(runs=same, ranks=ranks, after_bases=after_bases)
 
 
-def script_of(array: JobArray, command: Sequence[str], *, work: Path, jobs: int) -> str:
+def script_of(array: JobArray, command: Sequence[str], *, jobs: int) -> str:
     """Return the job script of an array, at most `jobs` tasks of which run at a time."""
     names = " ".join(shlex.quote(run.name) for run in array.runs)
     return "\n".join(
@@ -47,7 +47,6 @@ def script_of(array: JobArray, command: Sequence[str], *, work: Path, jobs: int)
             "#!/usr/bin/env bash",
             f"#SBATCH --array=0-{len(array.runs) - 1}%{jobs}",
             f"#SBATCH --ntasks={array.ranks}",
-            f"#SBATCH --output={work / 'console' / 'array-%A_%a.log'}",
             "set -euo pipefail",
             f"cd {shlex.quote(str(Path.cwd()))}",
             f"runs=({names})",
@@ -82,18 +81,22 @@ def submit(
     bases: list[str] = []
     for number, array in enumerate(arrays_of(runs)):
         script = work / f"array-{number}.sh"
-        replace_text(script, script_of(array, command, work=work, jobs=jobs))
+        replace_text(script, script_of(array, command, jobs=jobs))
+        log = str((work / "console").resolve()).replace("%", "%%")
+        output = [f"--output={log}/array-%A_%a.log"]
         after = [f"--dependency=afterany:{':'.join(bases)}"] if array.after_bases and bases else []
         try:
             done = subprocess.run(
-                ["sbatch", "--parsable", *after, *flags, str(script)],
+                ["sbatch", "--parsable", *output, *after, *flags, str(script)],
                 capture_output=True,
                 text=True,
             )
         except FileNotFoundError:
             raise ConfigError("--slurm: sbatch not found; Slurm is not installed here") from None
         if done.returncode:
-            raise ConfigError(f"sbatch refused {script}: {' '.join(done.stderr.split())}")
+            before = f" (submitted before: {', '.join(submitted)})" if submitted else ""
+            reason = " ".join(done.stderr.split())
+            raise ConfigError(f"sbatch refused {script}: {reason}{before}")
         job = done.stdout.strip().partition(";")[0]
         submitted.append(job)
         if not array.after_bases:

@@ -1,4 +1,4 @@
-"""The command lines of a run: the starts that save checkpoints for forks, then the run itself."""
+"""The command lines of a run: the starts that save checkpoints for forks, and the run itself."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ DATA = "{data}"
 """Stands in a flag for the folder of the study's data."""
 SHORT = 12
 """Hexadecimal digits of a digest in a row."""
+SIZES = ("tensor-model-parallel-size", "pipeline-model-parallel-size")
+"""Flags of the axes whose ranks share one batch."""
 
 
 class Commands:
@@ -36,7 +38,8 @@ class Commands:
 
     def __init__(self, study: DeclaredStudy, folder: Path, data: Path) -> None:
         if study.entry not in TASKS:
-            raise ConfigError(f"{study.path}: entry: {study.entry}; must be one of {list(TASKS)}")
+            known = ", ".join(TASKS)
+            raise ConfigError(f"{study.path}: entry: {study.entry}; must be one of {known}")
         self._study, self._folder, self._data = study, folder, data
         self._task = TASKS[study.entry]
         self._flags: dict[str, list[str]] = {}
@@ -44,101 +47,113 @@ class Commands:
         for run in study.runs:
             self._flags[run.name], self._configs[run.name] = self._complete(run)
 
-    def folder(self, name: str) -> Path:
+    def flags(self, run: DeclaredRun, *, until: int | None = None) -> list[str]:
+        """Return the flags of a run; with `until`, it saves and leaves after this step."""
+        leave = [] if until is None else ["--exit-interval", str(until)]
+        return [*self._flags[run.name], *leave]
+
+    def folder(self, run: DeclaredRun) -> Path:
         """Return the run folder of a run."""
-        return self._folder / name
+        return self._folder / run.name
+
+    def checkpoint(self, run: DeclaredRun, step: int) -> Path:
+        """Return the folder of a checkpoint of a run."""
+        return self.folder(run) / "checkpoints" / f"step_{step:08d}"
+
+    def fork_steps(self, base: DeclaredRun) -> list[int]:
+        """Return the steps, rising, after which runs fork from this one."""
+        runs = (run for run in self._study.runs if run.base == base.name)
+        return sorted({run.fork.step for run in runs if run.fork is not None})
 
     def config(self, run: DeclaredRun) -> Config:
         """Return the resolved configuration of a run."""
         return self._configs[run.name]
 
     def steps(self, run: DeclaredRun) -> int:
-        """Return the number of steps of a run, including those of the run it continues."""
+        """Return the number of steps of a run, with those of the run that it continues."""
         return self.config(run).total_iterations()
 
+    def own_steps(self, run: DeclaredRun) -> int:
+        """Return the number of steps of a run, without those of the run that it continues."""
+        return self.steps(run) - (0 if run.fork is None else run.fork.step)
+
+    def data_parallel(self, run: DeclaredRun) -> int:
+        """Return the data-parallel size of a run."""
+        return self.config(run).data_parallel_size(run.ranks)
+
     def digest(self, run: DeclaredRun) -> str:
-        """Return a digest of all that decides the result of a run, but not its folders."""
-        fork = None if run.fork is None else [run.fork.run, run.fork.step]
-        settings = [self._study.entry, run.seed, run.ranks, run.tokens, dict(run.flags), fork]
+        """Return a digest of what a study file and the configuration that it names say of a run.
+
+        Folders are left out, and defaults of the program too: the row names the commit.
+        """
+        settings: list[object] = [self._study.entry, run.seed, run.ranks, run.tokens]
+        settings.append(dict(run.flags))
+        if "config" in run.flags:
+            settings.append(_content(str(run.flags["config"])))
         if run.fork is not None:
-            settings.append(self.digest(self._study.run(str(run.base))))
+            settings += [run.fork.run, run.fork.step, self.digest(self._study.base(run))]
         text = json.dumps(settings, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:SHORT]
 
-    def starts(self, run: DeclaredRun) -> Iterator[tuple[DeclaredRun, list[str]]]:
-        """Yield the starts that a run needs, each with the run that it starts.
-
-        Evaluated lazily: existing checkpoints are looked up when a start's turn comes. A fork may
-        need its base's checkpoint again, whose row comes from another machine.
-        """
-        if run.base is not None:
-            base = self._study.run(run.base)
-            yield from self._to_forks(base, last=run.fork.step if run.fork else 0)
-        else:
-            yield from self._to_forks(run)
-        yield run, self._flags[run.name]
-
-    def _to_forks(
-        self, base: DeclaredRun, *, last: int | None = None
-    ) -> Iterator[tuple[DeclaredRun, list[str]]]:
-        """Yield the starts of a run that save a checkpoint for each fork, up to step `last`."""
-        steps = {
-            run.fork.step
-            for run in self._study.runs
-            if run.fork is not None and run.base == base.name
-        }
-        for step in sorted(steps):
-            saved = self.folder(base.name) / "checkpoints" / f"step_{step:08d}"
-            if not saved.is_dir() and (last is None or step <= last):
-                yield base, [*self._flags[base.name], "--exit-interval", str(step)]
-
     def _complete(self, run: DeclaredRun) -> tuple[list[str], Config]:
         """Return the flags of a run with those that the study sets, and its configuration."""
-        flags = dict(run.flags)
-        batch = flags.get("global-batch-size")
-        if isinstance(batch, int) and "micro-batch-size" not in flags:
-            flags["micro-batch-size"] = max(1, batch // run.ranks)
-        if run.tokens is not None:
-            flags["train-iters"] = self._iterations(run)
-        flags |= {"seed": run.seed, "run-dir": str(self.folder(run.name))}
+        flags = {**run.flags, "seed": run.seed, "run-dir": str(self.folder(run))}
         if run.fork is not None:
-            flags |= {"load": str(self.folder(str(run.base))), "ckpt-step": run.fork.step}
-        found = [word.replace(DATA, str(self._data)) for word in as_words(flags)]
+            base = self._study.base(run)
+            flags |= {"load": str(self.folder(base)), "ckpt-step": run.fork.step}
+        if "micro-batch-size" not in run.flags and isinstance(
+            batch := run.flags.get("global-batch-size"), int
+        ):
+            copies = run.ranks
+            for name in SIZES:
+                size = run.flags.get(name, 1)
+                copies //= size if isinstance(size, int) and size > 0 else 1
+            flags["micro-batch-size"] = max(1, batch // max(1, copies))
+        if run.tokens is not None:
+            if given := {"train-iters", "train-samples"} & run.flags.keys():
+                raise self._error(run, f"tokens: {min(given)} gives the length too")
+            flags["train-iters"] = run.tokens  # until the size of a step is known
+        config = self._resolved(run, self._words(flags))
+        if run.tokens is not None:
+            flags["train-iters"] = self._iterations(run, config)
         if "eval-interval" not in flags:
-            steps = self._resolved(run, found).total_iterations()
-            found += ["--eval-interval", str(steps)]
+            flags["eval-interval"] = self._resolved(run, self._words(flags)).total_iterations()
+        found = self._words(flags)
         config = self._resolved(run, found)
-        if run.fork is not None and run.fork.step >= config.total_iterations():
-            raise ConfigError(
-                self._told(run, f"fork.step: {run.fork.step}; the run has fewer steps")
-            )
+        self._check(run, config)
         return found, config
 
-    def _iterations(self, run: DeclaredRun) -> int:
+    def _words(self, flags: Mapping[str, FlagValue]) -> list[str]:
+        return [word.replace(DATA, str(self._data)) for word in as_words(flags)]
+
+    def _iterations(self, run: DeclaredRun, config: Config) -> int:
         """Return the steps that have the run's tokens."""
-        if given := {"train-iters", "train-samples"} & run.flags.keys():
-            raise ConfigError(self._told(run, f"tokens: {min(given)} gives the length too"))
-        sizes: list[int] = []
-        for name in ("global-batch-size", "seq-length"):
-            value = run.flags.get(name)
-            if not isinstance(value, int):
-                raise ConfigError(self._told(run, f"tokens: needs {name} among the flags"))
-            sizes.append(value)
-        step = sizes[0] * sizes[1]
+        if not isinstance(config, GPTConfig):
+            raise self._error(run, "tokens: of language models only; give train-iters")
+        batch = config.training.global_batch_size
+        if batch is None:
+            raise self._error(run, "tokens: needs global-batch-size")
+        step = batch * config.model.seq_length
         if run.tokens is None or run.tokens % step:
-            raise ConfigError(
-                self._told(run, f"tokens: {run.tokens}; must be a multiple of a step's {step}")
-            )
+            raise self._error(run, f"tokens: {run.tokens}; must be a multiple of a step's {step}")
         return run.tokens // step
+
+    def _check(self, run: DeclaredRun, config: Config) -> None:
+        """Refuse settings with which a run would not make all of its steps and checkpoints."""
+        if run.fork is not None and run.fork.step >= config.total_iterations():
+            raise self._error(run, f"fork.step: {run.fork.step}; the run has fewer steps")
+        for name in ("exit_interval", "exit_duration_in_mins", "skip_train"):
+            if getattr(config.training, name, None):
+                raise self._error(run, f"{name}: the run would not make all of its steps")
 
     def _resolved(self, run: DeclaredRun, flags: list[str]) -> Config:
         try:
             return resolve(parse(flags, paths=GRADIENT_PATHS, task=self._task), run.ranks)
         except ConfigError as error:
-            raise ConfigError(self._told(run, str(error))) from None
+            raise self._error(run, str(error)) from None
 
-    def _told(self, run: DeclaredRun, problem: str) -> str:
-        return f"{self._study.path}: run {run.group}: {problem}"
+    def _error(self, run: DeclaredRun, problem: str) -> ConfigError:
+        return ConfigError(f"{self._study.path}: run {run.group}: {problem}")
 
 
 def as_words(flags: Mapping[str, FlagValue]) -> Iterator[str]:
@@ -147,3 +162,11 @@ def as_words(flags: Mapping[str, FlagValue]) -> Iterator[str]:
         yield f"--{name}"
         for value in flag if isinstance(flag, list) else [flag]:
             yield str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _content(path: str) -> str:
+    """Return a digest of a file."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"config: {path}: cannot be read: {error.strerror}") from None

@@ -1,7 +1,7 @@
 """The YAML file of a study, read as the runs that it declares.
 
     title: Does the width of values cost loss?
-    flags: {config: configs/gpt_tiny.yaml, lr: 1e-3}     # of every run
+    flags: {config: configs/gpt_tiny.yaml, lr: 1.0e-3}     # of every run
     tokens: 204800
     seeds: [1, 2]
     baseline: dense
@@ -47,9 +47,11 @@ TOP = (
 )
 RUN = ("flags", "grid", "fork", "ranks", "seeds", "tokens")
 FORK = ("run", "step")
-RESERVED = ("seed", "run-dir", "load", "ckpt-step", "exit-interval")
+RESERVED = ("seed", "run-dir", "load", "save", "ckpt-step", "exit-interval", "help", "help-compat")
 """Flags that the study sets for each run."""
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What PyYAML raises for values that do not fit their tag, such as a 13th month."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 """Names of runs, which are also names of folders."""
 
 
@@ -111,6 +113,10 @@ class DeclaredStudy:
         """Names of the groups, in the order of the file."""
         return tuple(dict.fromkeys(run.group for run in self.runs))
 
+    def base(self, run: DeclaredRun) -> DeclaredRun:
+        """Return the run that a fork continues."""
+        return self.run(str(run.base))
+
     def run(self, name: str) -> DeclaredRun:
         """Return a run by its name."""
         return next(run for run in self.runs if run.name == name)
@@ -119,12 +125,13 @@ class DeclaredStudy:
 def read_study(path: Path) -> DeclaredStudy:
     """Read a study. Raises `ConfigError` naming file and key if something is wrong."""
     try:
-        text = path.read_text(encoding="utf-8")
-        content = _UniqueKeys(text).get_single_data()
+        loader = _UniqueKeys(path.read_text(encoding="utf-8"))
+        loader.name = path.name
+        content = loader.get_single_data()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except (yaml.YAMLError, *UNREADABLE) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     try:
         return _study(path, _mapping("the file", content))
     except ConfigError as error:
@@ -135,6 +142,8 @@ class _UniqueKeys(yaml.SafeLoader):
     """Refuses a repeated key, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            raise yaml.MarkedYAMLError(None, None, "no mapping", node.start_mark)
         keys = [key.value for key, _ in node.value]
         if twice := {key for key in keys if keys.count(key) > 1}:
             raise yaml.MarkedYAMLError(None, None, f"{min(twice)} is given twice", node.start_mark)
@@ -158,7 +167,13 @@ def _study(path: Path, content: Mapping[str, Any]) -> DeclaredStudy:
     groups: dict[str, list[DeclaredRun]] = {}
     for template, settings in _mapping("runs", content["runs"]).items():
         where = f"runs.{template}"
-        for group in _groups(where, str(template), _mapping(where, settings or {}), common, seeds):
+        for group in _groups(
+            where,
+            str(template),
+            _mapping(where, {} if settings is None else settings),
+            common,
+            seeds,
+        ):
             if group[0].group in groups:
                 raise ConfigError(f"{where}: a second run is named {group[0].group}")
             groups[group[0].group] = group
@@ -210,7 +225,10 @@ def _groups(
     for values in itertools.product(*grid.values()):
         chosen = dict(zip(grid, values, strict=True))
         tokens = _optional_count(f"{where}.grid.tokens", chosen.pop("tokens", run.tokens))
-        flags = {**run.flags, **_flags(f"{where}.grid", chosen)}
+        added = _flags(f"{where}.grid", chosen)
+        if twice := added.keys() & _flags(f"{where}.flags", settings.get("flags", {})).keys():
+            raise ConfigError(f"{where}.flags.{min(twice)}: the grid gives it too")
+        flags = {**run.flags, **added}
         name = _named(where, template, dict(zip(grid, values, strict=True)))
         yield [replace(run, group=name, seed=s, flags=flags, tokens=tokens) for s in seeds]
 
@@ -221,7 +239,7 @@ def _named(where: str, template: str, values: Mapping[str, Any]) -> str:
     for key, value in values.items():
         name = name.replace(f"{{{key}}}", _shown(value))
     if not NAME.fullmatch(name):
-        raise ConfigError(f"{where}: {name!r} is no name of a folder; use letters, digits, . _ + -")
+        raise ConfigError(f"{where}: {name!r} is no name of a folder; use letters, digits, . _ -")
     return name
 
 
@@ -280,6 +298,8 @@ def _flags(where: str, value: Any) -> dict[str, FlagValue]:
         name = str(key).replace("_", "-")
         if name in RESERVED:
             raise ConfigError(f"{where}.{key}: the study sets it for each run; leave it out")
+        if name in found:
+            raise ConfigError(f"{where}.{key}: is given twice")
         values = flag if isinstance(flag, list) else [flag]
         if not values or not all(isinstance(each, str | int | float | bool) for each in values):
             raise ConfigError(f"{where}.{key}: must be a value, or a list of values")

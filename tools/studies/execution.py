@@ -1,28 +1,35 @@
 """Runs of a study on this machine or in an allocation, several at a time; each start can go on.
 
 Every run is started by scripts/launch.sh. A finished run leaves a row in a file of its own under
-WORK/rows. A later start skips runs that have a row and resumes those that were interrupted.
+WORK/rows. A later start skips runs that have a row and resumes those that were interrupted. A lock
+for each run lets several processes, such as the tasks of a Slurm array, share one WORK.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.errors import ConfigError, NumericsError, SparsetronError
 from megatron.metrics.log_line import duration
-from megatron.status import read_status
+from megatron.status import read_status, replace_text
 from tools.studies.commands import Commands
 from tools.studies.declaration import DeclaredRun, DeclaredStudy
 from tools.studies.rows import StudyRow, read_rows, row_of, write_row
 
 REPO = Path(__file__).resolve().parents[2]
+LAUNCH = REPO / "scripts" / "launch.sh"
+NOT_HANDED_ON = ("CONFIG", "GRAD_PATH", "NODES", "PROGRAM", "TIME")
+"""Variables of launch.sh that would change what a study declares."""
+POLL_SECONDS = 0.5
 
 Log = Callable[[str], None]
 
@@ -33,28 +40,27 @@ class Launcher:
     def __init__(self, study: DeclaredStudy, *, jobs: int) -> None:
         self._entry, self._jobs = study.entry, jobs
         self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a second signal may come while one is handled
         self.stopping = False
 
-    def __call__(self, flags: Sequence[str], *, ranks: int, folder: Path, console: Path) -> int:
-        """Start a run on `ranks` ranks, with its output in `console`; return the exit code."""
-        wanted = {"ENTRY": self._entry, "RANKS_PER_NODE": str(ranks), "RUN_DIR": str(folder)}
-        if "SLURM_JOB_ID" in os.environ and "LAUNCHER" not in os.environ:
-            wanted["LAUNCHER"] = "srun"
-        if "OMP_NUM_THREADS" not in os.environ:
-            wanted["OMP_NUM_THREADS"] = str(
-                max(1, len(os.sched_getaffinity(0)) // max(ranks, self._jobs))
-            )
-        environment = {k: v for k, v in os.environ.items() if k not in ("CONFIG", "GRAD_PATH")}
+    def __call__(
+        self, flags: Sequence[str], *, ranks: int, folder: Path, console: Path, lock: int
+    ) -> int:
+        """Start a run on `ranks` ranks, with its output in `console`; return the exit code.
+
+        The run holds the file descriptor `lock`, so that one that outlives a killed study keeps
+        others away from its folder.
+        """
         with open(console, "ab") as stream:
             with self._lock:
                 if self.stopping:
                     return 130
                 process = subprocess.Popen(
-                    [str(REPO / "scripts" / "launch.sh"), "--", *flags],
+                    [str(LAUNCH), "--", *flags],
                     stdout=stream,
                     stderr=subprocess.STDOUT,
-                    env={**environment, **wanted},
+                    env=self._environment(ranks, folder),
+                    pass_fds=(lock,),
                     start_new_session=True,  # Ctrl-C reaches runs once, through `stop`
                 )
                 self._running.add(process)
@@ -62,6 +68,22 @@ class Launcher:
         with self._lock:
             self._running.discard(process)
         return code
+
+    def _environment(self, ranks: int, folder: Path) -> dict[str, str]:
+        """Return the variables of launch.sh for a run here, or in this job's allocation."""
+        found = {k: v for k, v in os.environ.items() if k not in NOT_HANDED_ON}
+        if found.get("LAUNCHER") == "sbatch":
+            del found["LAUNCHER"]
+        if "SLURM_JOB_ID" in found:
+            found.setdefault("LAUNCHER", "srun")
+        cores = len(os.sched_getaffinity(0)) // max(ranks, self._jobs)
+        found.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
+        return {
+            **found,
+            "ENTRY": self._entry,
+            "RANKS_PER_NODE": str(ranks),
+            "RUN_DIR": str(folder),
+        }
 
     def stop(self) -> None:
         """Ask every run to save and leave, and start no other."""
@@ -90,11 +112,13 @@ class Execution:
         self._study, self._work, self._jobs = study, work, jobs
         self._launcher, self._log = launcher, log
         self._commands = Commands(study, work / "runs", data)
-        self._base_locks = {run.base or run.name: threading.Lock() for run in study.runs}
 
     @property
     def done(self) -> dict[str, StudyRow]:
-        """The rows of finished runs by name. Raises `ConfigError` for a row of other settings."""
+        """The rows of finished runs in `work` by name.
+
+        Raises `ConfigError` for a row of other settings.
+        """
         paths = sorted((self._work / "rows").glob("*.json"))
         return self.checked(row for path in paths for row in read_rows(path))
 
@@ -108,18 +132,17 @@ class Execution:
             if run.name in found and found[run.name].settings != self._commands.digest(run):
                 raise ConfigError(
                     f"{self._study.path}: {run.name} has a row of other settings; rename the run, "
-                    "or remove its row and its run folder"
+                    f"or remove the row from the file of results and {self._row_file(run)}"
                 )
         return {run.name: found[run.name] for run in self._study.runs if run.name in found}
 
-    def run_all(self, wanted: Sequence[DeclaredRun]) -> list[str]:
-        """Run all of `wanted` that have no row; return the names of those that have none then."""
-        done = self.done.keys()
+    def run_all(self, wanted: Sequence[DeclaredRun], done: Collection[str]) -> list[str]:
+        """Run all of `wanted` that are not `done`; return the names of those that failed."""
         waiting = [run for run in wanted if run.name not in done]
         self._log(f"{len(wanted) - len(waiting)} of {len(wanted)} runs are done")
         failed: list[str] = []
         running: dict[Future[StudyRow], DeclaredRun] = {}
-        progress = _Progress(self._commands, len(wanted), self._jobs)
+        progress = _Progress(self._commands, len(wanted) - len(waiting), len(wanted))
         with ThreadPoolExecutor(self._jobs) as pool:
             while waiting or running:
                 if self._launcher.stopping and waiting:
@@ -130,80 +153,154 @@ class Execution:
                 for run in self._ready(waiting, running.values()):
                     waiting.remove(run)
                     self._log(f"{run.name}: starts")
+                    progress.began(run)
                     running[pool.submit(self.run_one, run)] = run
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     run = running.pop(future)
                     try:
                         row = future.result()
-                    except SparsetronError as error:
+                    except (SparsetronError, OSError) as error:
                         stopped = self._launcher.stopping
                         self._log(f"{run.name}: {'stopped' if stopped else error}")
                         failed.append(run.name)
                         continue
                     rest = progress.after(row, [*waiting, *running.values()])
-                    self._log(f"{run.name}: {told(row)}; {rest}")
+                    self._log(f"{run.name}: {describe(row)}; {rest}")
         return failed
 
     def _ready(
         self, waiting: Sequence[DeclaredRun], running: Iterable[DeclaredRun]
     ) -> list[DeclaredRun]:
         """Return the next runs to start, in order, as far as there is room for their ranks."""
-        busy = {run.name: min(run.ranks, self._jobs) for run in running}
+        busy = sum(min(run.ranks, self._jobs) for run in running)
         found: list[DeclaredRun] = []
         for run in waiting:
-            busy[run.name] = min(run.ranks, self._jobs)
-            if sum(busy.values()) > self._jobs:
+            busy += min(run.ranks, self._jobs)
+            if busy > self._jobs:
                 break
             found.append(run)
         return found
 
     def run_one(self, run: DeclaredRun) -> StudyRow:
-        """Make a run, unless its folder holds it already, and write its row.
+        """Make a run, unless it has been made, and write its row.
 
-        Raises `ConfigError` with the exit code and the file of its output if a start failed.
+        Raises:
+            ConfigError: A start failed, or the run folder holds a run of other settings; the
+                message names the exit code and the file of the output.
         """
-        # Forks of one base would otherwise make its checkpoints at the same time.
-        with self._base_locks[run.base or run.name]:
-            code = self._start_all(run, bases=True)
-        if not code:
-            code = self._start_all(run, bases=False)
-        if code not in (0, NumericsError.exit_code):
-            raise ConfigError(f"exit code {code}; see {self._console(run)}")
-        return self._row(run, code)
+        if run.fork is not None:
+            self._make_checkpoint(self._study.base(run), run.fork.step, console=self._console(run))
+        with self._lock(run) as lock:
+            if self._row_file(run).is_file():  # another process made it in the meantime
+                return self.checked(read_rows(self._row_file(run)))[run.name]
+            self._claim(run)
+            for step in self._commands.fork_steps(run):
+                self._make_checkpoint_locked(run, step, lock, self._console(run))
+            code = 0 if self._is_finished(run) else self._start(run, lock)
+            if code not in (0, NumericsError.exit_code):
+                raise ConfigError(f"exit code {code}; see {self._console(run)}")
+            if code == 0 and not self._is_finished(run):
+                raise ConfigError(f"left before its last step; see {self._console(run)}")
+            row = self._row(run, code)
+            write_row(self._row_file(run), row)
+            return row
 
-    def _start_all(self, run: DeclaredRun, *, bases: bool) -> int:
-        """Make the starts of the base that are missing, or those of the run itself."""
-        for started, flags in self._commands.starts(run):
-            is_own = started.name == run.name and "--exit-interval" not in flags
-            if is_own == bases or (is_own and self._is_finished(run)):
-                continue
-            folder = self._commands.folder(started.name)
-            console = self._console(run)
-            console.parent.mkdir(parents=True, exist_ok=True)
-            code = self._launcher(flags, ranks=started.ranks, folder=folder, console=console)
-            if code:
-                return code
-        return 0
+    def _make_checkpoint(self, base: DeclaredRun, step: int, *, console: Path) -> None:
+        """Make the checkpoint of a base that a fork loads; nothing if it exists."""
+        if self._commands.checkpoint(base, step).is_dir():
+            self._check_settings(base)
+            return
+        with self._lock(base) as lock:
+            self._claim(base)
+            for earlier in self._commands.fork_steps(base):
+                if earlier <= step:
+                    self._make_checkpoint_locked(base, earlier, lock, console)
+
+    def _make_checkpoint_locked(
+        self, base: DeclaredRun, step: int, lock: int, console: Path
+    ) -> None:
+        if self._commands.checkpoint(base, step).is_dir():
+            return
+        code = self._start(base, lock, until=step, console=console)
+        if code or not self._commands.checkpoint(base, step).is_dir():
+            reason = f"exit code {code}" if code else "it is past this step; remove its run folder"
+            raise ConfigError(f"no checkpoint of {base.name} after step {step}: {reason}")
+
+    def _start(
+        self, run: DeclaredRun, lock: int, *, until: int | None = None, console: Path | None = None
+    ) -> int:
+        """Start a run, to its end or `until` a step; return the exit code."""
+        console = console or self._console(run)
+        console.parent.mkdir(parents=True, exist_ok=True)
+        return self._launcher(
+            self._commands.flags(run, until=until),
+            ranks=run.ranks,
+            folder=self._commands.folder(run),
+            console=console,
+            lock=lock,
+        )
+
+    @contextmanager
+    def _lock(self, run: DeclaredRun) -> Iterator[int]:
+        """Hold the lock of a run folder, and yield its file descriptor; wait while others do."""
+        path = self._work / "locks" / run.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            told = False
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if self._launcher.stopping:
+                        raise ConfigError(f"{run.name} is in use by another process") from None
+                    if not told:
+                        self._log(f"{run.name}: in use by another process; waits")
+                    told = True
+                    time.sleep(POLL_SECONDS)
+            yield file.fileno()
+
+    def _claim(self, run: DeclaredRun) -> None:
+        """Note the settings of a run folder before anything is in it."""
+        self._check_settings(run)
+        if not self._settings_file(run).is_file():
+            self._settings_file(run).parent.mkdir(parents=True, exist_ok=True)
+            replace_text(self._settings_file(run), self._commands.digest(run) + "\n")
+
+    def _check_settings(self, run: DeclaredRun) -> None:
+        """Raise `ConfigError` if the run folder holds a run of other settings."""
+        path, folder = self._settings_file(run), self._commands.folder(run)
+        known = path.read_text(encoding="utf-8").strip() if path.is_file() else None
+        if folder.is_dir() if known is None else known != self._commands.digest(run):
+            raise ConfigError(
+                f"{folder} holds a run of other settings; rename the run, or remove the folder and "
+                f"{path}"
+            )
 
     def _is_finished(self, run: DeclaredRun) -> bool:
-        status = read_status(self._commands.folder(run.name))
+        status = read_status(self._commands.folder(run))
         steps = self._commands.steps(run)
         return status is not None and status.state == "done" and status.iteration == steps
 
     def _row(self, run: DeclaredRun, code: int) -> StudyRow:
-        row = row_of(
-            self._commands.folder(run.name),
+        return row_of(
+            self._commands.folder(run),
             name=run.name,
             group=run.group,
             seed=run.seed,
             ranks=run.ranks,
+            data_parallel=self._commands.data_parallel(run),
             settings=self._commands.digest(run),
             exit_code=code,
             first_step=1 if run.fork is None else run.fork.step + 1,
             clip=self._commands.config(run).optimizer.clip_grad,
         )
-        write_row(self._work / "rows" / f"{run.name}.json", row)
-        return row
+
+    def _row_file(self, run: DeclaredRun) -> Path:
+        return self._work / "rows" / f"{run.name}.json"
+
+    def _settings_file(self, run: DeclaredRun) -> Path:
+        return self._work / "settings" / run.name
 
     def _console(self, run: DeclaredRun) -> Path:
         return self._work / "console" / f"{run.name}.txt"
@@ -212,25 +309,35 @@ class Execution:
 class _Progress:
     """Counts finished runs and estimates the time of the rest."""
 
-    def __init__(self, commands: Commands, total: int, jobs: int) -> None:
-        self._commands, self._total, self._jobs = commands, total, jobs
+    def __init__(self, commands: Commands, done: int, total: int) -> None:
+        self._commands, self._done, self._total = commands, done, total
         self._began = time.monotonic()
+        self._made_before: dict[str, int] = {}
         self._work = 0.0
+
+    def began(self, run: DeclaredRun) -> None:
+        """Note how many steps of a run were made before this start."""
+        status = read_status(self._commands.folder(run))
+        made = 0 if status is None or status.iteration is None else status.iteration
+        fork = 0 if run.fork is None else run.fork.step
+        self._made_before[run.name] = max(made, fork)
 
     def after(self, row: StudyRow, rest: Sequence[DeclaredRun]) -> str:
         """Return progress after a run: how many are done, and how long the rest may take.
 
-        The time goes by the steps that were made since the start, each rank's for itself.
+        The time goes by the steps made since the start, of each rank for itself.
         """
-        self._work += row.steps * row.ranks
-        ahead = sum(self._commands.steps(run) * run.ranks for run in rest)
-        seconds = (time.monotonic() - self._began) * ahead / max(1.0, self._work)
-        done = self._total - len(rest)
-        left = f", about {duration(seconds)} left" if rest else ""
-        return f"{done} of {self._total}{left}"
+        self._done += 1
+        self._work += (row.steps - self._made_before[row.name]) * row.ranks
+        told = f"{self._done} of {self._total}"
+        if not rest or not self._work:
+            return told
+        ahead = sum(self._commands.own_steps(run) * run.ranks for run in rest)
+        seconds = (time.monotonic() - self._began) * ahead / self._work
+        return f"{told}, about {duration(seconds)} left"
 
 
-def told(row: StudyRow) -> str:
+def describe(row: StudyRow) -> str:
     """Return the result of a run in words."""
     if row.valid_loss is None:
         return f"ended at step {row.steps} with exit code {row.exit_code}"

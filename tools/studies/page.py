@@ -10,12 +10,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.errors import ConfigError
 from megatron.metrics.log_line import memory_size, timestamp
 from megatron.report.charts import BLUE, ORANGE, PALETTE
 from megatron.report.drawing import can_draw, write_png
 from megatron.report.page import chart_cards, document, table_card
 from megatron.report.writing import write_page as write_html
-from tools.bench.common.page_files import write_page
+from tools.bench.common.page_files import MARK, PAGE, write_page
 from tools.studies.declaration import DeclaredStudy
 from tools.studies.rows import StudyRow
 from tools.studies.statistics import (
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HTML = "study.html"
+OPENING = "Study: `"
+"""How the Markdown of a report begins."""
 WIDE = 5.0
 """Ratio of the largest to the least cost beyond which the axis is logarithmic."""
 MOST_LABELS = 20
@@ -96,8 +99,14 @@ def report_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> StudyReport:
 def write_report(report: StudyReport, out: Path) -> list[Path]:
     """Write README.md, results.json, study.html and the pictures; return the files.
 
-    A page that has a head of its own keeps it (`tools.bench.common.page_files`).
+    A page that has a head of its own keeps it (`tools.bench.common.page_files`). Raises
+    `ConfigError` rather than replace another README.md.
     """
+    page = out / PAGE
+    if page.is_file():
+        text = page.read_text(encoding="utf-8")
+        if MARK not in text and not text.startswith(OPENING):
+            raise ConfigError(f"--out: {page} is no report of a study; give another folder")
     values = {
         "groups": [asdict(group) for group in report.groups],
         "pairs": [{**asdict(pair), "verdict": pair.verdict} for pair in report.pairs],
@@ -106,7 +115,7 @@ def write_report(report: StudyReport, out: Path) -> list[Path]:
     write_page(out, text=as_markdown(report), values=values)
     pictures = pictures_of(report)
     write_html(out / HTML, as_html(report, pictures))
-    files = [out / "README.md", out / HTML]
+    files = [page, out / HTML]
     if can_draw():
         for name, picture in pictures.items():
             write_png(picture, out / f"{name}.png")
@@ -143,7 +152,8 @@ def _cells(group: SeedGroup, report: StudyReport) -> list[str]:
     is_baseline = group.name == report.study.baseline
     cells = [group.name, str(group.ranks), _seeds(group)]
     cells += [memory_size(group.payload) if group.payload else f"{group.density:.3f} of all"]
-    cells += [f"{group.payload / report.reference:.3f}" if group.payload else ""]
+    share = group.payload / report.reference
+    cells += ["" if math.isnan(share) or not share else f"{share:.3f}"]
     cells += [f"{1e3 * group.step_seconds:.1f}", memory_size(group.peak_memory)]
     cells += [f"{group.clipped:.0%}"]
     cells += ["none" if group.loss is None else f"{group.loss:.4f}"]
@@ -177,16 +187,17 @@ PAIR_COLUMNS = ("pair", "seeds", "difference", "error", "verdict")
 
 def note(report: StudyReport) -> list[str]:
     """Return what the columns mean, and what is missing."""
+    name = report.study.reference
+    reference = "" if name is None else f"/ reference: over the payload of {name}. "
     lines = [
         "Loss: validation loss at the end, nats, mean over seeds. Gap: loss less that of "
         f"{report.study.baseline} of the same seed; error: its standard error over seeds, after ~ "
         "that of one seed by the scatter of all groups that have several. Payload: size of a "
         "vector whose ring all-reduce makes a rank send as much along the data-parallel axis, mean "
         "of the steps of the run itself; a run of one rank has the share of the entries that it "
-        f"would send. / reference: over the payload of {report.study.reference or 'no run'}. Step: "
-        "median, on a machine that may have run several at a time. Beaten by: runs of at most the "
-        "same payload whose loss is lower by more than two standard errors of the paired "
-        "difference.",
+        f"would send. {reference}Step: median, on a machine that may have run several at a time. "
+        "Beaten by: runs of at most the same payload whose loss is lower at the level of 5 % "
+        "(Student's t of the paired differences, not corrected for the number of comparisons).",
     ]
     if report.missing:
         first = ", ".join(report.missing[:5])
@@ -197,13 +208,15 @@ def note(report: StudyReport) -> list[str]:
 
 def as_markdown(report: StudyReport) -> str:
     """Return the tables as Markdown, with the pictures of the folder."""
-    lines = [f"Study: `{report.study.path.name}`. {note(report)[0]}", ""]
+    lines = [f"{OPENING}{report.study.path.name}`. {note(report)[0]}", ""]
     lines += [text for extra in note(report)[1:] for text in (extra, "")]
     lines += _markdown_table(COLUMNS, group_cells(report), texts={0, len(COLUMNS) - 1})
     if report.pairs:
         lines += ["", *_markdown_table(PAIR_COLUMNS, pair_cells(report), texts={0, 4})]
     lines += [""]
-    lines += [f"![{picture.title}]({name}.png)\n" for name, picture in pictures_of(report).items()]
+    if can_draw():
+        pictures = pictures_of(report).items()
+        lines += [f"![{picture.title}]({name}.png)\n" for name, picture in pictures]
     return "\n".join(lines)
 
 
@@ -229,7 +242,7 @@ def as_html(report: StudyReport, pictures: dict[str, ParetoPicture | GapPicture]
 
 @dataclass(frozen=True)
 class ParetoPicture:
-    """Loss against a cost: a point for each group, and the front of those that none beats."""
+    """Gap against a cost: a point for each group, and the Pareto front."""
 
     title: str
     groups: Sequence[SeedGroup]
@@ -241,17 +254,17 @@ class ParetoPicture:
 
         axes = figure.add_subplot()
         axes.set_title(self.title)
-        axes.set(xlabel=self.cost.title.lower(), ylabel="validation loss")
+        axes.set(xlabel=self.cost.title.lower(), ylabel="loss less baseline")
         costs = [self.cost.measure(group) for group in self.groups]
         if max(costs) > WIDE * min(costs):
             axes.set_xscale("log")
         axes.xaxis.set_major_formatter(EngFormatter(self.cost.unit, sep=" "))
         front = frontier(self.groups, self.cost.measure)
         x = [self.cost.measure(group) for group in front]
-        axes.step(x, [group.loss or math.nan for group in front], where="post", color=BLUE, lw=1)
+        axes.step(x, [group.gap or 0.0 for group in front], where="post", color=BLUE, lw=1)
         for number, group in enumerate(self.groups):
             color = PALETTE[number % len(PALETTE)]
-            place = (self.cost.measure(group), group.loss or math.nan)
+            place = (self.cost.measure(group), group.gap or 0.0)
             axes.plot(*place, "o", color=color, markersize=4)
             if len(self.groups) <= MOST_LABELS or group in front:
                 offset = {"xytext": (4, 3), "textcoords": "offset points"}
@@ -293,7 +306,7 @@ def pictures_of(report: StudyReport) -> dict[str, ParetoPicture | GapPicture]:
     """Return the pictures by the name of their file."""
     found: dict[str, ParetoPicture | GapPicture] = {}
     for cost in COSTS:
-        shown = [g for g in report.groups if g.loss is not None and cost.measure(g) > 0]
+        shown = [g for g in report.groups if g.gap is not None and cost.measure(g) > 0]
         if len(shown) > 1:
             found[f"loss_by_{cost.file}"] = ParetoPicture(f"Loss by {cost.file}", shown, cost)
     baseline = report.study.baseline

@@ -27,7 +27,8 @@ class StudyRow:
     """The result of a run.
 
     Attributes:
-        name, group, seed, ranks: Those of the declared run.
+        name, group, seed, ranks: Name, group, seed and number of ranks of the declared run.
+        data_parallel: Data-parallel size of the run.
         settings: Digest of all that decides the result (`Commands.digest`).
         exit_code: 0, or 5 if the numbers went wrong.
         steps: Steps taken, including those of the run that it continues.
@@ -47,6 +48,7 @@ class StudyRow:
     group: str
     seed: int
     ranks: int
+    data_parallel: int
     settings: str
     exit_code: int
     steps: int
@@ -83,6 +85,7 @@ def row_of(
     group: str,
     seed: int,
     ranks: int,
+    data_parallel: int,
     settings: str,
     exit_code: int,
     first_step: int,
@@ -90,7 +93,8 @@ def row_of(
 ) -> StudyRow:
     """Return the row of the run in `folder`, whose steps before `first_step` are another run's.
 
-    `clip` is the limit of the gradient norm, 0 for none. Raises `DataError` if no step is recorded.
+    `clip` is the limit of the gradient norm, 0 for none. Raises `DataError` if no step is recorded,
+    or a number is missing in all of them.
     """
     run = read_run(folder)
     own = [place for place, step in enumerate(run.iterations) if step >= first_step]
@@ -98,12 +102,16 @@ def row_of(
         raise DataError(f"{folder}: records no step of the run; remove the folder")
 
     def column(key: str) -> list[float]:
-        return [run.steps[key][place] for place in own]
+        values = [run.steps[key][place] for place in own]
+        finite = [value for value in values if math.isfinite(value)]
+        if not finite and key != "grad_norm":
+            raise DataError(f"{folder}: no step records {key}; remove the folder")
+        return finite
 
     last = run.iterations[-1]
     losses = [loss for loss in run.steps[LOSS][-max(1, last // TAIL) :] if math.isfinite(loss)]
     valid = [loss for step, loss in run.evaluations["valid"] if step == last]
-    norms = [norm for norm in column("grad_norm") if math.isfinite(norm)]
+    norms = column("grad_norm")
     clipped = sum(norm > clip for norm in norms) if clip else 0
     seconds = column("step_seconds")
     return StudyRow(
@@ -111,6 +119,7 @@ def row_of(
         group=group,
         seed=seed,
         ranks=ranks,
+        data_parallel=data_parallel,
         settings=settings,
         exit_code=exit_code,
         steps=last,
@@ -157,7 +166,7 @@ def read_rows(path: Path) -> list[StudyRow]:
     """
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     return [_row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -167,13 +176,12 @@ def write_rows(path: Path, rows: Iterable[StudyRow]) -> None:
     replace_text(path, "".join(row.line + "\n" for row in rows))
 
 
-def _row(where: str, line: str) -> StudyRow:
+def _row(where: str, line: bytes) -> StudyRow:
     try:
-        content = json.loads(line)
+        content = dict(json.loads(line))
         known = {field.name for field in fields(StudyRow)}
         if digest(content) != content["sha256"]:
             raise ConfigError(f"{where}: the row was changed: its sha256 is another")
-        row = StudyRow(**{key: content[key] for key in known})
+        return StudyRow(**{key: content[key] for key in known})
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: no row of a study: {error!r}") from error
-    return row
+        raise ConfigError(f"{where}: no row of a study: {error!r}") from None

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tools.studies.rows import StudyRow
 
-BEYOND = 2.0
-"""Standard errors that a difference must exceed to count."""
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Quantiles (97.5 %) of Student's t distribution for 1 to 10 degrees of freedom."""
 
 Measure = Callable[["SeedGroup"], float]
 
@@ -27,6 +27,7 @@ class SeedGroup:
 
     name: str
     ranks: int
+    data_parallel: int
     losses: Mapping[int, float]
     gaps: Mapping[int, float]
     error: float | None
@@ -49,11 +50,12 @@ class SeedGroup:
 
     @property
     def payload(self) -> float:
-        """Bytes of a vector whose ring all-reduce sends as much: equal for all numbers of ranks.
+        """Bytes of a vector whose ring all-reduce sends as much: equal for all numbers of copies.
 
-        0 on one rank, which sends nothing.
+        Of the part of the model that a rank holds; 0 for one copy, which sends nothing.
         """
-        return self.bytes / (2 * (self.ranks - 1) / self.ranks) if self.ranks > 1 else 0.0
+        copies = self.data_parallel
+        return self.bytes / (2 * (copies - 1) / copies) if copies > 1 else 0.0
 
     @property
     def error_is_own(self) -> bool:
@@ -73,8 +75,8 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """Which of both is lower beyond doubt."""
-        if self.error is None or abs(self.mean) <= BEYOND * self.error:
+        """Which of both is lower, beyond the error."""
+        if self.error is None or not is_beyond(self.mean, self.error, seeds=len(self.seeds)):
             return "no difference shown"
         return f"{self.first if self.mean < 0 else self.second} is lower"
 
@@ -117,6 +119,16 @@ def scatter_of(samples: Iterable[Mapping[int, float]]) -> float | None:
     return math.sqrt(squares / sum(len(sample) - 1 for sample in several))
 
 
+def is_beyond(mean: float, error: float, *, seeds: int) -> bool:
+    """Return whether a mean over seeds differs from 0 at the level of 5 %, by Student's t test.
+
+    Never with one seed, whatever the error.
+    """
+    if seeds < 2:
+        return False
+    return abs(mean) > STUDENT[min(seeds - 2, len(STUDENT) - 1)] * error
+
+
 def standard_error(values: Sequence[float]) -> float:
     """Return the standard error of the mean of at least two values."""
     return statistics.stdev(values) / math.sqrt(len(values))
@@ -127,15 +139,14 @@ def difference(
 ) -> Difference | None:
     """Return the paired difference of two groups; None without a common seed.
 
-    `scatter` is the standard deviation of a gap, from which the error follows with one seed.
+    `scatter` is the standard deviation of a gap, which is a difference of two runs as well, and the
+    error with one seed.
     """
     seeds = tuple(sorted(first.losses.keys() & second.losses.keys()))
     if not seeds:
         return None
     margins = [first.losses[seed] - second.losses[seed] for seed in seeds]
-    error = None if scatter is None else math.sqrt(2) * scatter
-    if len(margins) > 1:
-        error = standard_error(margins)
+    error = standard_error(margins) if len(margins) > 1 else scatter
     return Difference(
         first=first.name,
         second=second.name,
@@ -148,8 +159,8 @@ def difference(
 def beaten_by(group: SeedGroup, groups: Sequence[SeedGroup], measure: Measure) -> list[str] | None:
     """Return the groups that cost at most as much by `measure` and whose loss is lower.
 
-    Lower means by more than two standard errors of the paired difference over at least two common
-    seeds. None if the group has fewer.
+    Lower means beyond the error of the paired difference over common seeds (`is_beyond`). None if
+    the group has one seed.
     """
     if len(group.losses) < 2:
         return None
@@ -158,18 +169,22 @@ def beaten_by(group: SeedGroup, groups: Sequence[SeedGroup], measure: Measure) -
         if other.name == group.name or measure(other) > measure(group):
             continue
         paired = difference(group, other)
-        if paired is not None and len(paired.seeds) > 1 and paired.error is not None:
-            if paired.mean > BEYOND * paired.error:
-                found.append(other.name)
+        if paired is not None and paired.verdict.startswith(f"{other.name} "):
+            found.append(other.name)
     return found
 
 
 def frontier(groups: Sequence[SeedGroup], measure: Measure) -> list[SeedGroup]:
-    """Return the groups on the Pareto front of mean loss against `measure`, by rising cost."""
+    """Return the groups on the Pareto front of mean gap against `measure`, by rising cost.
+
+    Gaps are paired by seed, so that groups of different seeds can be compared.
+    """
     found: list[SeedGroup] = []
-    rated = [(measure(group), group.loss, group) for group in groups if group.loss is not None]
-    for _, loss, group in sorted(rated, key=lambda each: each[:2]):
-        if not found or loss < (found[-1].loss or math.inf):
+    best = math.inf
+    rated = [(measure(group), group.gap, group) for group in groups if group.gap is not None]
+    for _, gap, group in sorted(rated, key=lambda each: each[:2]):
+        if gap < best:
+            best = gap
             found.append(group)
     return found
 
@@ -185,6 +200,7 @@ def _group(
     return SeedGroup(
         name=name,
         ranks=rows[0].ranks,
+        data_parallel=rows[0].data_parallel,
         losses=losses,
         gaps=gaps,
         error=error if gaps else None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron.errors import ConfigError
 from tools.studies.rows import StudyRow
-from tools.studies.statistics import BEYOND, standard_error
+from tools.studies.statistics import is_beyond, standard_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +21,17 @@ class IsoTime:
     """A path beside a dense run that ends when the path's run does.
 
     `step` is the mean of a step, in seconds, `share` that of a step of dense over a bf16 wire.
-    `dense_steps` is the length of the dense run, at most that of the path's run, and `dense_loss`
-    its loss on the same seeds. `difference` is the mean over seeds of the path's validation loss
-    less the dense run's, and `error` its standard error, None with one seed.
+    `length` is the time of the path's run in steps of dense, `dense_steps` the length of the dense
+    run, which is that of the path's run at most, and `dense_loss` its loss on the same seeds.
+    `difference` is the mean over seeds of the path's validation loss less the dense run's, and
+    `error` its standard error, None with one seed.
     """
 
     group: str
     seeds: tuple[int, ...]
     step: float
     share: float
+    length: float
     dense_steps: float
     loss: float
     dense_loss: float
@@ -38,8 +40,8 @@ class IsoTime:
 
     @property
     def verdict(self) -> str:
-        """Whether the path pays: beyond two standard errors."""
-        if self.error is None or abs(self.difference) <= BEYOND * self.error:
+        """Whether the path pays: at the level of 5 %."""
+        if self.error is None or not is_beyond(self.difference, self.error, seeds=len(self.seeds)):
             return "not shown"
         return "pays" if self.difference < 0 else "does not pay"
 
@@ -85,7 +87,12 @@ class DenseLosses:
         return statistics.fmean(self._losses[steps].values())
 
     def at(self, steps: float, seed: int) -> float:
-        """Return the loss of a dense run of this length, which lies within those that were run."""
+        """Return the loss of a dense run of this length.
+
+        Raises `ConfigError` for a length outside of those that were run.
+        """
+        if not self.lengths[0] <= steps <= self.steps:
+            raise ConfigError(f"--results: no dense run is as short as {steps:.0f} steps")
         shorter = max(length for length in self._losses if length <= steps)
         longer = min(length for length in self._losses if length >= steps)
         known = self._losses[shorter][seed]
@@ -109,17 +116,21 @@ def compare(
     `losses` are the path's by seed; its first `before` steps are dense. A path whose run takes
     longer than the dense one is compared with the whole dense run.
     """
-    length = min(dense.steps, before + (dense.steps - before) * step / dense_step)
+    length = before + (dense.steps - before) * step / dense_step
+    dense_steps = min(float(dense.steps), length)
     seeds = tuple(sorted(losses.keys() & dense.seeds))
+    if not seeds:
+        raise ConfigError(f"--results: {group} and dense have no seed in common")
     ours = [losses[seed] for seed in seeds]
-    theirs = [dense.at(length, seed) for seed in seeds]
+    theirs = [dense.at(dense_steps, seed) for seed in seeds]
     differences = [mine - other for mine, other in zip(ours, theirs, strict=True)]
     return IsoTime(
         group=group,
         seeds=seeds,
         step=step,
         share=step / dense_step,
-        dense_steps=length,
+        length=length,
+        dense_steps=dense_steps,
         loss=statistics.fmean(ours),
         dense_loss=statistics.fmean(theirs),
         difference=statistics.fmean(differences),

@@ -61,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         study, rows = read_study(options.study), read_rows(options.results)
         dense = DenseLosses(rows, dense=DENSE, shorter=SHORTER)
         paths = timed_paths(study, rows)
+        if DENSE_BF16 not in {path.group for path in paths}:
+            raise ConfigError(
+                f"--results: no finished run of {DENSE_BF16}; tools/study.py makes it"
+            )
         found: dict[str, list[IsoTime]] = {}
         for network in networks:
             steps = steps_on(network, study, paths, options.data, period=options.period)
@@ -106,8 +110,7 @@ def timed(
         flags["radius-start-iter"] = 0
     flags |= {"train-iters": WARM_UP + period, "eval-iters": 0, "log-interval": 1}
     run = replace(path, ranks=RANKS, fork=None, flags=flags, tokens=None)
-    (start,) = Commands(replace(study, runs=(run,)), folder, data).starts(run)
-    return start[1]
+    return Commands(replace(study, runs=(run,)), folder, data).flags(run)
 
 
 def steps_on(
@@ -157,11 +160,12 @@ def _note(dense: DenseLosses) -> list[str]:
         f"runs on {RANKS} ranks, one thread each, mean of {PERIOD} steps, an interval of every "
         "path that has one. Ranks share the cores of one machine, so that computing takes longer "
         "than on machines of their own and hides some of what a path saves. Dense steps: the "
-        "length of a dense run over a bf16 wire that takes as long as the path's run, of which the "
-        f"first 20 % are dense, at most {dense.steps}. Dense loss: that of a dense run of this "
-        "length with its own schedule, interpolated between runs of "
-        f"{', '.join(map(str, dense.lengths))} steps, same seeds. A path pays if its loss is lower "
-        "by more than two standard errors of the difference over seeds.",
+        "length of a dense run over a bf16 wire that takes as long as the path's run, whose steps "
+        f"before the fork are dense, at most {dense.steps}. Dense loss: that of a dense run of "
+        "this length with a schedule of its own, interpolated between runs of "
+        f"{', '.join(map(str, dense.lengths))} steps, same seeds; they ran on one rank, without a "
+        "wire. A path pays if its loss is lower at the level of 5 % (Student's t of the "
+        "differences over seeds); neither the timing's nor the interpolation's error is in it.",
         width=100,
     )
 
@@ -179,11 +183,10 @@ def draw(path: Path, *, found: Mapping[str, Sequence[IsoTime]], dense: DenseLoss
     curve = [dense.mean(steps) for steps in dense.lengths]
     for place, (network, rows) in enumerate(found.items(), 1):
         axes: Any = figure.add_subplot(1, len(found), place)
-        axes.plot(dense.lengths, curve, "-", color="#6b7280", label="dense bf16, schedule ended")
+        axes.plot(dense.lengths, curve, "-", color="#6b7280", label="dense, schedule ended")
         for number, row in enumerate(row for row in rows if row.group not in (DENSE, DENSE_BF16)):
             color, marker = PALETTE[number % len(PALETTE)], "os^D"[number // len(PALETTE)]
-            length = dense.steps * (0.2 + 0.8 * row.share)
-            axes.plot([length], [row.loss], marker, color=color, label=row.group)
+            axes.plot([row.length], [row.loss], marker, color=color, label=row.group)
         axes.set_xscale("log")
         axes.set_title(network, loc="left", fontsize=11)
         axes.set_xlabel("time, in steps of dense bf16")
