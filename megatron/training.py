@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data.batches import Batch, Reader, Readers
+from megatron.data.prefetch import Prefetcher
 from megatron.data_parallel.buffers import BufferSet
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.reduce_scatter import sums_gradients
@@ -117,6 +118,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.total_iterations = self.config.total_iterations()
+        train = self.readers.train
+        self._prefetcher = None if train is None else Prefetcher(train, self.device)
+        # A send occupies a GPU until its receive is posted. A thread that allocates memory in
+        # between, and waits for the GPU, could stop two stages (megatron/pipeline/transport.py).
+        may_stop_stages = self.device.type == "cuda" and self.groups.pp.size > 1
+        self._reads_ahead = self.config.training.prefetch_batches and not may_stop_stages
         self._is_local = self.engine.local_steps is not None
         self._replicas_skipped = 0
         self._began = time.monotonic()
@@ -133,6 +140,8 @@ class Trainer:
         try:
             return self._run()
         finally:
+            if self._prefetcher is not None:
+                self._prefetcher.close()
             self.profiler.close()
 
     def _run(self) -> TrainOutcome:
@@ -395,9 +404,7 @@ class Trainer:
         of tokens or images that the global batch counts.
         """
         with self.timers("batch-generator", level=2):
-            assert self.readers.train is not None, "a run that trains has data to train on"
-            # Batch step 1: read this rank's microbatches.
-            batches = list(self.readers.train.read(self.progress.consumed_samples, batch_size))
+            batches = self._read(batch_size)
         counted = self._count(batches)
         # A mean over ranks divides by their number, so each rank's part is multiplied by it first;
         # a sum needs no factor.
@@ -406,6 +413,17 @@ class Trainer:
         iteration = self.progress.iteration
         sums = self.pipeline.forward_backward(batches, iteration=iteration, scale=scale)
         return sums, counted
+
+    def _read(self, batch_size: int) -> Sequence[Batch]:
+        """Return this rank's microbatches of the step, and begin to read those of the next step."""
+        assert self._prefetcher is not None, "a run that trains has data to train on"
+        first = self.progress.consumed_samples
+        # Batch step 1: read this rank's microbatches.
+        batches = self._prefetcher.read(first, batch_size)
+        following = first + batch_size
+        if self._reads_ahead and self.progress.iteration < self.total_iterations:
+            self._prefetcher.prefetch(following, self.config.batch_size_at(following))
+        return batches
 
     # ---- evaluation ----------------------------------------------------------------------------
 

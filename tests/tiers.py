@@ -89,6 +89,7 @@ WHOLE_RUNS = {
     "tests/training/test_fp16_grids.py",
     "tests/training/test_local_steps.py",
     "tests/training/test_offload.py::test_a_run_makes_the_same_bits_and_goes_on_either_way",
+    "tests/training/test_prefetch.py",
     "tests/training/test_radius.py",
     "tests/training/test_resume.py",
     "tests/training/test_resume_grids.py",

@@ -83,7 +83,7 @@ IGNORED = tuple(
         ("--transformer-impl", 1, "there is one implementation"),
         ("--use-mcore-models", 0, "there is one implementation"),
         ("--use-legacy-models", 0, "there is one implementation"),
-        ("--num-workers", 1, "batches are read in the training process"),
+        ("--num-workers", 1, "one thread reads batches ahead (--prefetch-batches)"),
         ("--local-rank", 1, "ranks come from the launcher"),
         ("--local_rank", 1, "ranks come from the launcher"),
         ("--lazy-mpu-init", 1, "ranks come from the launcher"),

@@ -293,6 +293,11 @@ class TrainingConfig:
         within=above(0),
     )
     skip_train: bool = option(default=False, help="Do not train; evaluate only.")
+    prefetch_batches: bool = option(
+        default=True,
+        help="Read the batches of the next step, and on CUDA copy them to the device, in a thread "
+        "while the current step computes (ours; changes no number; false = between steps).",
+    )
     deterministic_mode: bool = option(
         default=False, help="Use bitwise reproducible kernels, some of which are slower."
     )

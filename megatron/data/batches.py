@@ -9,7 +9,10 @@ from typing import Protocol
 
 
 class Batch(Protocol):
-    """A microbatch on the device, as the trainer sees it; a task's batches have further fields."""
+    """A microbatch on the device, as the trainer sees it; a task's batches have further fields.
+
+    Tensors are attributes of the batch itself, where `Prefetcher` finds them.
+    """
 
     @property
     def index(self) -> int:
@@ -34,7 +37,11 @@ class Batch(Protocol):
 
 
 class Reader(Protocol):
-    """A reader of one rank's microbatches of a data set: any global batch, in any order."""
+    """A reader of one rank's microbatches of a data set: any global batch, in any order.
+
+    A thread may read training batches while another one reads those of an evaluation, so readers of
+    different data sets share nothing that `read` changes.
+    """
 
     @property
     def samples(self) -> int:

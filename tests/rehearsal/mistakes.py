@@ -11,9 +11,11 @@ from unittest import mock
 
 import torch
 
+from megatron.data.prefetch import Prefetcher
 from megatron.optimizer import cpu_offload
 from megatron.optimizer.update_rules import AdamW
 from megatron.pipeline.mpi_transport import CudaStreams, PinnedStaging
+from tests.data.counting import Counting, CountingBatch
 from tests.gpu import test_offload_on_cuda
 from tests.gpu.test_offload_on_cuda import OffloadNet
 from tests.rehearsal import gpu_tests
@@ -60,7 +62,22 @@ def first_copy() -> None:
     torch.cuda.synchronize()
 
 
-SCENES = (offloaded_steps, first_copy, messages)
+def batches_ahead() -> None:
+    """Compute on batches that a thread copies to the device, and free them at once."""
+    prefetcher = Prefetcher(Counting(CUDA), CUDA)
+    prefetcher.prefetch(0, 2)
+    for step in range(3):
+        batches = prefetcher.read(2 * step, 2)
+        prefetcher.prefetch(2 * (step + 1), 2)
+        for batch in batches:
+            assert isinstance(batch, CountingBatch)
+            batch.numbers.sum()
+        del batch, batches  # freed before the host has waited for anything
+        install().memory.settle()
+    prefetcher.close()
+
+
+SCENES = (offloaded_steps, first_copy, messages, batches_ahead)
 
 
 def drop_each() -> dict[str, dict[str, int]]:

@@ -76,7 +76,7 @@ class PlayedStream:
 
     def learn(self, clock: Clock) -> None:
         self.timeline.settle()
-        for stream, count in clock.items():
+        for stream, count in clock.copy().items():  # another thread may use the clock
             if self.clock.get(stream, 0) < count:
                 self.clock[stream] = count
 

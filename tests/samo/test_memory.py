@@ -21,10 +21,12 @@ from tests.training.harness import NO_DROPOUT, make_trainer
 from tools.bench.common.tensors import storages
 from tools.bench.samo_memory.model_state import ModelState, count, watch_gradients
 
-# 500 tokens are padded to 512 rows; no activation (2 * 40 tokens) has the shape of a weight.
+# 500 tokens are padded to 512 rows; no activation (2 * 40 tokens) has the shape of a weight. No
+# batch is read ahead, as its tensors would be counted.
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 40 --mock-data "
-    f"--vocab-size 500 --micro-batch-size 2 --train-iters 100 --lr 3e-3 --bf16 {NO_DROPOUT}"
+    f"--vocab-size 500 --micro-batch-size 2 --train-iters 100 --lr 3e-3 --bf16 {NO_DROPOUT} "
+    "--prefetch-batches false"
 )
 PADDING = 12 * 64
 SMALL = 1024

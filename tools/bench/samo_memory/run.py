@@ -163,6 +163,7 @@ def measure(shape: Shape, sparsity: str, grad_bytes: int, moments: int = ADAM) -
     before = storages()
     with tempfile.TemporaryDirectory() as folder, quiet(Path(folder) / "console"):
         flags = [*path_flags(sparsity, "random"), *GRADIENTS[grad_bytes], *optimizer]
+        flags += ["--prefetch-batches", "false"]  # the next batch is not of the model's state
         ours = Ours(shape.flags(dtype="bf16", extra=flags), groups, Path(folder))
         ours.step()
         watch = watch_gradients(ours.trainer)
