@@ -50,6 +50,7 @@ BY_THE_PROGRAM = {
     "tests/golden/test_golden.py",
     "tests/snapshots/test_snapshots.py",
     "tests/tools/test_doctor.py",
+    "tests/tools/test_harness_agreement.py",
 }
 """Files, or tests of them, for which the program itself starts processes. `kind_is_right` of
 tests/conftest.py fails a test that starts one and is not listed."""
