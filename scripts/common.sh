@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# Sourced by launch.sh and job.sh: words for people, and a command that signals reach.
+# Sourced by launch.sh, job.sh and zero_shot.sh: words for people, and a command that signals reach.
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -9,6 +9,18 @@ refuse() {
   exit 2
 }
 require_count() { [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || refuse "$1=$2: must be a whole number, 1 or more"; }
+
+# Sets PYTHON, unless it is given: the active virtual environment, or .venv, or python3.
+choose_python() {
+  local folder
+  if [[ -z ${PYTHON:-} ]]; then
+    PYTHON=python3
+    for folder in "$repo/.venv" "${VIRTUAL_ENV:-}"; do
+      if [[ -n $folder && -x $folder/bin/python ]]; then PYTHON=$folder/bin/python; fi
+    done
+  fi
+  command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: not found"
+}
 
 # The comment at the top of a script, as its help.
 show_help() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "$1"; }

@@ -80,13 +80,7 @@ if ((${#modules[@]})) && declare -F module >/dev/null; then
   set -u
 fi
 
-if [[ -z ${PYTHON:-} ]]; then
-  PYTHON=python3
-  for folder in "$repo/.venv" "${VIRTUAL_ENV:-}"; do
-    if [[ -n $folder && -x $folder/bin/python ]]; then PYTHON=$folder/bin/python; fi
-  done
-fi
-command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: not found"
+choose_python
 
 if [[ -z ${RANKS_PER_NODE:-} ]]; then
   RANKS_PER_NODE=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true)

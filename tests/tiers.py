@@ -51,6 +51,7 @@ BY_THE_PROGRAM = {
     "tests/snapshots/test_snapshots.py",
     "tests/studies/test_execution.py::test_a_real_study_is_made_in_two_starts_and_reported",
     "tests/tools/test_doctor.py",
+    "tests/tools/test_harness_agreement.py",
 }
 """Files, or tests of them, for which the program itself starts processes. `kind_is_right` of
 tests/conftest.py fails a test that starts one and is not listed."""

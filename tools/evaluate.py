@@ -1,7 +1,9 @@
-"""Score the model of a run on a task: the last word of passages, or multiple choice.
+"""Score the model of a run on a task.
 
     python tools/evaluate.py RUN --task lambada FILE
     python tools/evaluate.py RUN --task multiple-choice FILE [--limit 100] [--json]
+    python tools/evaluate.py RUN --task blimp FILE
+    python tools/evaluate.py RUN --task bits-per-byte FILE [--json-keys text] [--text-unit file]
 
 FILE is JSON lines (also .gz, .bz2, .xz). A line of lambada is {"text": ...}, and its last word is
 predicted, or {"context": ..., "continuation": ...}. The output is the share of words that greedy
@@ -14,6 +16,20 @@ decoding yields, and the perplexity of a word: exp of the mean negative log-like
 figure, by log-likelihood per character. A space is inserted between context and continuation if
 neither has one there.
 
+A line of blimp is {"paradigm": ..., "phenomenon": ..., "good": ..., "bad": ...} (Warstadt et al.
+2020). The model is right where the log-likelihood of the whole sentence `good` exceeds that of
+`bad`. As in lm-evaluation-harness, a space precedes both, and the first token is predicted from the
+end mark, which begins each document in training.
+
+For bits-per-byte, FILE is any text that tools/preprocess_data.py reads. The output is the negative
+log2-likelihood of all its tokens over its UTF-8 bytes, which compares models of different
+tokenizers. Every token is predicted once, in windows of the run's sequence length
+(tools/evaluation/bits_per_byte.py).
+
+Other tasks (piqa, boolq, ...) are those of the Radius paper, whose lines have the columns of the
+published data sets; tools/zero_shot.py scores them all. Each accuracy has a standard error, the
+sample's standard deviation over the root of the number of lines.
+
 Checkpoints of any grid work. Texts longer than the run's sequences lose the beginning of their
 context; the output gives their number. Exit code 2 for wrong usage, 3 for a bad file or if no
 tokenizer is found, 4 for a missing or damaged checkpoint.
@@ -23,42 +39,40 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
+from megatron.data.raw_text import TEXT_UNITS  # noqa: E402
+from megatron.errors import ConfigError, SparsetronError  # noqa: E402
+from tools.evaluation.bits_per_byte import bits_per_byte, read_documents  # noqa: E402
+from tools.evaluation.figures import Figures, both_accuracies, of_words, preferences  # noqa: E402
+from tools.evaluation.readers import blimp, lambada, multiple_choice  # noqa: E402
+from tools.evaluation.scoring import Scorer  # noqa: E402
+from tools.evaluation.task import EvaluationTask, read_examples  # noqa: E402
+from tools.evaluation.zero_shot import ZERO_SHOT  # noqa: E402
 from tools.run_model import (  # noqa: E402
-    SavedModel,
     add_tokenizer_flags,
     check_tokenizer_flags,
     find_model,
 )
 
 if TYPE_CHECKING:
-    from megatron.data.tokenizer import Tokenizer
-    from megatron.model.likelihood import Continuation, Likelihood
+    from megatron.model.likelihood import Likelihood
+    from tools.evaluation.example import Example
 
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """A line of a task: each of `endings` is scored after `context`.
-
-    `answer` is the index of the right ending, and `where` names file and line in errors.
-    """
-
-    where: str
-    context: str
-    endings: tuple[str, ...]
-    answer: int = 0
+BITS_PER_BYTE = "bits-per-byte"
+TASKS: Mapping[str, EvaluationTask] = {
+    "lambada": EvaluationTask(read=lambada, figures=of_words),
+    "multiple-choice": EvaluationTask(read=multiple_choice, figures=both_accuracies),
+    "blimp": EvaluationTask(read=blimp, figures=preferences),
+    **ZERO_SHOT,
+}
+"""The tasks whose lines have endings to compare, by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,10 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(found))
     else:
-        for name, value in found.items():
-            shown = f"{value:.6g}" if isinstance(value, float) else value
-            print(f"{name.replace('_', ' ')}: {shown}")
+        _show(found)
     return 0
+
+
+def _show(found: Mapping[str, Any], indent: str = "") -> None:
+    for name, value in found.items():
+        shown = f"{value:.6g}" if isinstance(value, float) else value
+        if isinstance(value, dict):
+            print(f"{indent}{name.replace('_', ' ')}:")
+            _show(value, indent + "  ")
+        elif value is not None:
+            print(f"{indent}{name.replace('_', ' ')}: {shown}")
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
@@ -86,176 +108,53 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         DataError: The file is empty or has a bad line, or no tokenizer fits.
         ConfigError, CheckpointError: `find_model` raises these errors.
     """
+    if options.task == BITS_PER_BYTE:
+        (key,) = options.json_keys
+        documents = read_documents(
+            options.file, key=key, text_unit=options.text_unit, limit=options.limit
+        )
+        scorer = _scorer(options)
+        return {**_head(options, scorer), **bits_per_byte(scorer, documents)}
     task = TASKS[options.task]
-    examples = list(islice(_examples(options.file, task.read), options.limit))
-    if not examples:
-        raise DataError(f"{options.file}: holds no line")
-    saved = find_model(options.run, step=options.checkpoint_step)
-    tokenizer = saved.tokenizer(options)
-    length = saved.model.seq_length
-    wholes = [
-        _tokens(example, ending, tokenizer, length)
-        for example in examples
-        for ending in example.endings
-    ]
-    asked = [whole.cut(length) for whole in wholes]
-    found = iter(_score(saved, asked, options.batch_size))
-    scores = [[next(found) for _ in example.endings] for example in examples]
+    examples = read_examples(options.file, task.read, limit=options.limit)
+    scorer = _scorer(options)
+    scores, cut = scorer.score(examples)
     return {
-        "task": options.task,
-        "checkpoint": str(saved.step),
+        **_head(options, scorer),
         "examples": len(examples),
-        "cut_on_the_left": sum(a.context != w.context for a, w in zip(asked, wholes, strict=True)),
-        **task.figures(examples, scores),
+        "cut_on_the_left": cut,
+        **_plain(task.figures(examples, scores)),
+        **_by_group(task, examples, scores),
     }
 
 
-def _score(saved: SavedModel, asked: Sequence[Continuation], batch_size: int) -> list[Likelihood]:
-    from megatron.model.likelihood import likelihoods
-
-    model = saved.load()
-    largest = max(max(*one.context, *one.tokens) for one in asked)
-    if largest >= model.vocab_size:
-        raise DataError(
-            f"token {largest}, but the model knows {model.vocab_size}; the tokenizer is not the "
-            "one it was trained with"
-        )
-    return likelihoods(model, asked, batch_size=batch_size)
+def _scorer(options: argparse.Namespace) -> Scorer:
+    saved = find_model(options.run, step=options.checkpoint_step)
+    return Scorer(saved, saved.tokenizer(options), options.batch_size)
 
 
-def _tokens(example: Example, ending: str, tokenizer: Tokenizer, length: int) -> Continuation:
-    """Return the tokens to predict, which the ending adds to its context.
-
-    A token that spans context and ending belongs to the ending.
-    """
-    from megatron.model.likelihood import Continuation
-
-    context = tokenizer.encode(example.context)
-    whole = tokenizer.encode(example.context + ending)
-    shared = 0
-    while shared < min(len(context), len(whole)) and context[shared] == whole[shared]:
-        shared += 1
-    if shared == len(whole):
-        raise DataError(f"{example.where}: {ending!r} adds no token to its context")
-    if len(whole) - shared > length:
-        raise DataError(
-            f"{example.where}: {len(whole) - shared} tokens are to be predicted, the run's "
-            f"sequences have {length}"
-        )
-    # The end mark begins a document, as in training.
-    return Continuation(
-        context=tuple(whole[:shared] or [tokenizer.eod]), tokens=tuple(whole[shared:])
-    )
+def _head(options: argparse.Namespace, scorer: Scorer) -> dict[str, Any]:
+    return {"task": options.task, "checkpoint": str(scorer.saved.step)}
 
 
-# ---- tasks -----------------------------------------------------------------------------------
+def _plain(figures: Figures) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for name, estimate in figures.items():
+        found |= {name: estimate.value, f"{name}_stderr": estimate.stderr}
+    return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationTask:
-    """The functions of a task.
-
-    `read` makes an example of a line and of its place in the file. `figures` computes the figures
-    by name from all examples and the likelihoods of their endings.
-    """
-
-    read: Callable[[Mapping[str, Any], str], Example]
-    figures: Callable[[Sequence[Example], Sequence[Sequence[Likelihood]]], dict[str, float]]
-
-
-_LAST_WORD = re.compile(r"(.*\S)(\s+\S+)\s*", re.DOTALL)
-
-
-def _lambada(line: Mapping[str, Any], where: str) -> Example:
-    if "text" in line:
-        found = _LAST_WORD.fullmatch(_string(line, "text", where))
-        if found is None:
-            raise DataError(f"{where}: text: must be two or more words, the last to be predicted")
-        return Example(where=where, context=found[1], endings=(found[2],))
-    context = _string(line, "context", where)
-    return _joined(context, (_string(line, "continuation", where),), where)
-
-
-def _multiple_choice(line: Mapping[str, Any], where: str) -> Example:
-    choices, answer = line.get("choices"), line.get("answer")
-    if not isinstance(choices, list) or len(choices) < 2:
-        raise DataError(f"{where}: choices: must be a list of two or more texts")
-    if not all(isinstance(choice, str) and choice.strip() for choice in choices):
-        raise DataError(f"{where}: choices: must be texts that are not empty")
-    if type(answer) is not int or not 0 <= answer < len(choices):
-        raise DataError(f"{where}: answer: {answer!r}; must be from 0 to {len(choices) - 1}")
-    return _joined(_string(line, "context", where), choices, where, answer)
-
-
-def _joined(context: str, endings: Sequence[str], where: str, answer: int = 0) -> Example:
-    # If the space ended the context, tokenizers would split the continuation differently than in
-    # training.
-    bare = context.rstrip(" ")
-    blank = " " if bare and not bare[-1].isspace() else ""
-    parts = tuple(e if not blank or e[0].isspace() else blank + e for e in endings)
-    return Example(where=where, context=bare, endings=parts, answer=answer)
-
-
-def _string(line: Mapping[str, Any], key: str, where: str) -> str:
-    value = line.get(key)
-    if not isinstance(value, str) or not (value.strip() or key == "context"):
-        raise DataError(f"{where}: {key}: must be a text, found {value!r:.40}")
-    return value
-
-
-def _of_words(
-    examples: Sequence[Example], scores: Sequence[Sequence[Likelihood]]
-) -> dict[str, float]:
-    mean = math.fsum(found.log for (found,) in scores) / len(scores)
-    right = sum(found.greedy for (found,) in scores)
-    perplexity = math.exp(-mean) if mean > -700 else math.inf
-    return {"accuracy": right / len(scores), "perplexity": perplexity}
-
-
-def _of_choices(
-    examples: Sequence[Example], scores: Sequence[Sequence[Likelihood]]
-) -> dict[str, float]:
-    plain = normalized = 0
-    for example, found in zip(examples, scores, strict=True):
-        logs = [one.log for one in found]
-        shares = [one.log / len(e.strip()) for one, e in zip(found, example.endings, strict=True)]
-        plain += logs.index(max(logs)) == example.answer
-        normalized += shares.index(max(shares)) == example.answer
-    return {
-        "accuracy": plain / len(examples),
-        "length_normalised_accuracy": normalized / len(examples),
-    }
-
-
-TASKS = {
-    "lambada": EvaluationTask(read=_lambada, figures=_of_words),
-    "multiple-choice": EvaluationTask(read=_multiple_choice, figures=_of_choices),
-}
-
-
-# ---- reading -------------------------------------------------------------------------------------
-
-
-def _examples(path: Path, read: Callable[[Mapping[str, Any], str], Example]) -> Iterator[Example]:
-    from megatron.data.raw_text import find_inputs, read_batches
-
-    files = find_inputs([str(path)], log=lambda text: None)
-    for batch in read_batches(files, keys=(), text_unit="line"):
-        for number, record in batch.records:
-            where = f"{path}:{number}"
-            if not isinstance(record, bytes):
-                raise DataError(f"{where}: not a line of JSON")
-            yield read(_parsed(record, where), where)
-
-
-def _parsed(record: bytes, where: str) -> dict[str, Any]:
-    try:
-        line = json.loads(record)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
-    if not isinstance(line, dict):
-        raise DataError(f"{where}: must be a JSON object")
-    return line
+def _by_group(
+    task: EvaluationTask, examples: Sequence[Example], scores: Sequence[Sequence[Likelihood]]
+) -> dict[str, Any]:
+    """Return the figures of each part of the task, if it has parts."""
+    names = sorted({example.group for example in examples if example.group})
+    found: dict[str, Any] = {}
+    for name in names:
+        chosen = [number for number, example in enumerate(examples) if example.group == name]
+        of_part = task.figures([examples[i] for i in chosen], [scores[i] for i in chosen])
+        found[name] = {**_plain(of_part), "examples": len(chosen)}
+    return {"by_phenomenon": found} if found else {}
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -272,12 +171,32 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run, checkpoints or step folder")
-    add("file", type=Path, metavar="FILE", help="JSON lines of the task")
-    add("--task", choices=tuple(TASKS), required=True, help="what the lines are")
+    add("file", type=Path, metavar="FILE", help="JSON lines of the task, or text")
+    add(
+        "--task",
+        choices=(*TASKS, BITS_PER_BYTE),
+        required=True,
+        metavar="TASK",
+        help="what the lines are: " + ", ".join((*TASKS, BITS_PER_BYTE)),
+    )
     add("--batch-size", type=int, default=8, help="texts computed at once (default: 8)")
-    add("--limit", type=int, default=None, metavar="N", help="the first N lines alone")
+    add("--limit", type=int, default=None, metavar="N", help="the first N lines or documents alone")
     add("--checkpoint-step", type=int, default=None, help="step to load (default: the newest)")
     add("--json", action="store_true", help="one JSON object in place of lines")
+    text = parser.add_argument_group(f"text of {BITS_PER_BYTE}")
+    text.add_argument(
+        "--json-keys",
+        nargs=1,
+        default=["text"],
+        metavar="KEY",
+        help="key of the text in JSON lines",
+    )
+    text.add_argument(
+        "--text-unit",
+        choices=TEXT_UNITS,
+        default="file",
+        help="what is a document in plain text; paragraphs are set apart by blank lines",
+    )
     add_tokenizer_flags(parser)
     return parser.parse_args(arguments)
 

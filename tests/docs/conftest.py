@@ -37,11 +37,23 @@ def clone(folder: Path) -> None:
 
 
 def write_own_files(folder: Path) -> None:
-    """Write the reader's own files: a corpus, GPT-2's vocabulary, a task, sentence pairs."""
+    """Write the reader's own files: a corpus, GPT-2's vocabulary, tasks, sentence pairs."""
     texts = [" ".join(WORDS[i % 7 :] + WORDS[: i % 5]) for i in range(2000)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "corpus.jsonl").write_text(lines)
     (folder / "lambada.jsonl").write_text("".join(lines.splitlines(keepends=True)[:5]))
+    pair = {"paradigm": "order", "phenomenon": "islands", "good": "It is.", "bad": "Is it."}
+    (folder / "blimp.jsonl").write_text(json.dumps(pair) + "\n")
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "lambada_openai.jsonl").write_text((folder / "lambada.jsonl").read_text())
+    asked = {
+        "premise": texts[0],
+        "choice1": "So.",
+        "choice2": "No.",
+        "question": "cause",
+        "label": 0,
+    }
+    (folder / "tasks" / "copa.jsonl").write_text(json.dumps(asked) + "\n")
     # GPT-2's letters for the 256 bytes: the printable bytes stand for themselves.
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [*map(chr, shown), *(chr(256 + i) for i in range(256 - len(shown)))]

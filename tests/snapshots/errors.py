@@ -66,6 +66,8 @@ OTHERS = (
     "generate {folder}/run --checkpoint-step=3",
     "generate {folder}/run --temperature=-1",
     "evaluate {folder}/run {folder}/missing.jsonl --task=lambada",
+    "zero_shot {folder}/run --tasks-dir={folder}/missing --only=piqa,copa",
+    "zero_shot {folder}/run --tasks-dir={folder}/missing --only=nli",
     "export_hf {folder}/run {folder}/run",
     "export_hf {folder}/damaged {folder}/out",
     "import_hf {folder}/missing {folder}/out",

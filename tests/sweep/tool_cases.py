@@ -510,7 +510,7 @@ ODD_TEXTS = (
 )  # fmt: skip
 
 ODD_TASKS = (
-    *((task, line) for task in ("lambada", "multiple-choice") for line in (
+    *((task, line) for task in ("lambada", "multiple-choice", "blimp", "piqa") for line in (
         b"", b"{", b"[]\n", b"3\n", b"{}\n", b"null\n", b"\xff\n", b"[" * 100_000 + b"\n",
         b'{"text": 3}\n', b'{"text": ""}\n', b'{"text": "one"}\n', b'{"context": "a"}\n',
         b'{"context": 3, "continuation": "a"}\n', b'{"context": "a", "continuation": ""}\n',

@@ -12,7 +12,7 @@ import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 PRINTING = ("check_data", "evaluate", "generate", "plan", "report", "simulate", "status") + (
-    "verify_checkpoint",
+    *("verify_checkpoint", "zero_shot"),
 )
 
 

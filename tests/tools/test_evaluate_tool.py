@@ -16,6 +16,10 @@ from megatron.model.likelihood import Continuation, likelihoods
 from tests.model.models import VOCAB, sharpen, small_model
 from tests.tools.runs import make_model_run
 from tools.evaluate import main
+from tools.evaluation.bits_per_byte import windows
+from tools.evaluation.figures import mean_of
+from tools.evaluation.readers import blimp, lambada
+from tools.evaluation.task import read_examples
 
 EOD = 256
 
@@ -77,6 +81,102 @@ def test_the_last_word(
     assert first["perplexity"] == pytest.approx(math.exp(-found[0][0]), rel=1e-5)
 
 
+def test_the_last_word_follows_the_last_space() -> None:
+    """Seven of LAMBADA's words begin with another word and a line break, as in the harness."""
+    (ending,) = lambada({"text": "on the  mat\n\nPower \n"}, "").endings
+    assert (ending.context, ending.text) == ("on the", "  mat\n\nPower")
+
+
+def test_standard_errors_are_those_of_means() -> None:
+    three = mean_of([1.0, 0.0, 0.0])
+    assert three.stderr == pytest.approx(math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2 / 3))
+    assert mean_of([2.0]).stderr is None
+
+
+def test_minimal_pairs(
+    run: Path, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [("binding", "Ann sat", "Ann sits"), ("binding", "It is.", "Is it!")]
+    pairs += [("islands", "He ran", "Ran he"), ("islands", "same", "same")]
+    pairs = [
+        pair if by_hand_is_right(model, *pair[1:]) else (pair[0], *pair[:0:-1]) for pair in pairs
+    ]
+    good = [by_hand_is_right(model, good, bad) for _, good, bad in pairs]
+    assert good == [True, True, True, False]  # of equals neither is right
+    keys = [("phenomenon", "good", "bad", "paradigm")] * 2
+    keys += [("linguistics_term", "sentence_good", "sentence_bad", "UID")] * 2
+    documents = [
+        dict(zip(k, (*pair, "p"), strict=True)) for k, pair in zip(keys, pairs, strict=True)
+    ]
+    # The first pair the wrong way round.
+    documents[0] |= {"good": documents[0]["bad"], "bad": documents[0]["good"]}
+    file = lines(tmp_path / "pairs.jsonl", documents)
+    scored = figures(capsys, run, "--task", "blimp", file)
+    assert scored["examples"] == 4 and scored["accuracy"] == 0.5
+    assert scored["accuracy_stderr"] == pytest.approx(math.sqrt(1 / 3 / 4))
+    parts = scored["by_phenomenon"]
+    assert {name: part["accuracy"] for name, part in parts.items()} == {
+        "binding": 0.5,
+        "islands": 0.5,
+    }
+    assert [part["examples"] for part in parts.values()] == [2, 2]
+    assert main([str(run), "--task", "blimp", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "\naccuracy: 0.5\n" in shown and "\n  binding:\n    accuracy: 0.5\n" in shown
+
+
+def by_hand_is_right(model: GPT, good: str, bad: str) -> bool:
+    return by_hand(model, [EOD], f" {good}")[0] > by_hand(model, [EOD], f" {bad}")[0]
+
+
+def test_bits_per_byte(
+    run: Path, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each token is predicted from at most the 16 tokens before it, once."""
+    texts = ["the cat sat on the mat, and élan is a word", "short", "", "sixteen letters!"]
+    nats = 0.0
+    for text in texts:
+        sequence = [EOD, *text.encode()]
+        for begin in range(0, len(sequence) - 1, 16):
+            end = min(begin + 16, len(sequence) - 1)
+            inputs = torch.tensor([sequence[max(0, end - 16) : end]])
+            with torch.no_grad():
+                logs = model(inputs)[0, :, :257].double().log_softmax(-1)
+            for place in range(begin, end):
+                nats -= float(logs[place - max(0, end - 16), sequence[place + 1]])
+    size = sum(len(text.encode()) for text in texts)
+    file = lines(tmp_path / "texts.jsonl", [{"body": text} for text in texts])
+    asked = (run, "--task", "bits-per-byte", file, "--json-keys", "body", "--batch-size", 3)
+    scored = figures(capsys, *asked)
+    assert (scored["documents"], scored["bytes"], scored["tokens"]) == (4, size, size)
+    assert scored["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert scored["nats_per_token"] == pytest.approx(nats / size, rel=1e-5)
+    (tmp_path / "plain.txt").write_text("\n\n".join(texts))
+    plain = (run, "--task", "bits-per-byte", tmp_path / "plain.txt", "--text-unit", "paragraph")
+    assert figures(capsys, *plain)["bits_per_byte"] == pytest.approx(scored["bits_per_byte"])
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 11])
+def test_windows_predict_each_token_once(count: int) -> None:
+    found = list(windows(range(count + 1), 4))
+    assert [token for one in found for token in one.tokens] == list(range(1, count + 1))
+    for one in found:
+        assert one.context[-1] == one.tokens[0] - 1
+        assert len(one.context) + len(one.tokens) - 1 <= 4
+        assert one.context == tuple(range(one.context[0], one.context[-1] + 1))
+
+
+def test_texts_that_will_not_do_are_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = lines(tmp_path / "bad.jsonl", [{"text": "good"}, {"content": "no text"}])
+    assert main([str(run), "--task", "bits-per-byte", str(file)]) == 3
+    error = capsys.readouterr().err
+    assert "bad.jsonl:2" in error and "--json-keys content" in error and error.count("\n") == 1
+    file.write_text('{"text": ""}\n')
+    assert main([str(run), "--task", "bits-per-byte", str(file)]) == 3
+
+
 def test_a_word_that_the_model_would_say_counts(
     run: Path, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +234,7 @@ def test_batches_and_lengths_change_nothing() -> None:
         ("lambada", {"context": "a", "continuation": " "}, "continuation: must be a text"),
         ("lambada", {"context": "a", "continuation": "b" * 17}, "18 tokens are to be predicted"),
         ("lambada", [1], "must be a JSON object"),
+        ("blimp", {"good": "a", "bad": "b", "paradigm": "c"}, "phenomenon: must be a text"),
         ("multiple-choice", {"context": "a", "choices": ["b"], "answer": 0}, "choices"),
         ("multiple-choice", {"context": "a", "choices": ["b", ""], "answer": 0}, "not empty"),
         ("multiple-choice", {"context": "a", "choices": ["b", "c"], "answer": 2}, "from 0 to 1"),
@@ -178,3 +279,11 @@ def test_the_real_task_is_read(
         pytest.skip("no evaluation data beside the repository")
     scored = figures(capsys, run, "--task", "lambada", file, "--limit", 40)
     assert scored["examples"] == scored["cut_on_the_left"] == 40
+
+
+def test_the_real_pairs_are_read(shared_data: Path) -> None:
+    file = shared_data / "blimp" / "blimp-200.jsonl.bz2"
+    if not file.is_file():
+        pytest.skip("no minimal pairs beside the repository")
+    examples = read_examples(file, blimp)
+    assert len(examples) == 13400 and len({example.group for example in examples}) == 13
