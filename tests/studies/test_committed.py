@@ -13,7 +13,8 @@ from tools.studies.page import report_of, write_report
 from tools.studies.rows import read_rows
 
 REPO = Path(__file__).resolve().parents[2]
-STUDIES = sorted(REPO.glob("tools/bench/**/*.yaml"))
+EXAMPLE = REPO / "docs" / "examples" / "study.yaml"
+STUDIES = [*sorted(REPO.glob("tools/bench/**/*.yaml")), EXAMPLE]
 WITH_ROWS = [path for path in STUDIES if path.with_name("results.jsonl").is_file()]
 
 
@@ -26,6 +27,15 @@ def test_every_run_is_accepted(path: Path) -> None:
     study = read_study(path)
     commands = Commands(study, Path("runs"), Path("data"))
     assert all(commands.steps(run) > 0 for run in study.runs)
+
+
+def test_the_page_shows_the_example() -> None:
+    page = (REPO / "docs" / "studies.md").read_text(encoding="utf-8")
+    assert EXAMPLE.read_text(encoding="utf-8") in page
+
+
+def test_results_are_committed() -> None:
+    assert {name_of(path) for path in WITH_ROWS} >= {"loss_by_bytes"}
 
 
 @pytest.mark.parametrize("path", WITH_ROWS, ids=name_of)
