@@ -37,7 +37,7 @@ workers=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
 if [[ $* == --push || $* == --all ]]; then
   settings=()
   [[ $* == --push ]] || settings=(--all)
-  check python -m pytest "${workers[@]}" "${settings[@]}" -m "not quiet and not matrix"
+  check python -m pytest "${workers[@]}" "${settings[@]}" --durations 40 -m "not quiet and not matrix"
   # What is judged by a clock or starts many ranks has the machine to itself.
   check python -m pytest -m "quiet and not matrix" tests/bench tests/faults tests/slurm
 elif (($#)); then

@@ -143,6 +143,6 @@ CASES: dict[str, PageCase] = {
 NOT_RUN: dict[str, str] = {
     "scripts/test.sh --all": "runs every test, the one that types it too",
     "scripts/test.sh --push": "runs every test, the one that types it too",
-    "python tools/study.py docs/examples/study.yaml --slurm": "tests/slurm/test_study.py submits one",
+    "python tools/study.py docs/examples/study.yaml --slurm": "see tests/slurm/test_study.py",
 }
 """Reasons why commands are not run, by the beginning of the command."""
