@@ -5,7 +5,7 @@
 
 Losses are those of `tools/bench/loss_by_bytes`. The step of each of its paths is timed here with
 the same program, model and batch: `pretrain_gpt.py` on four ranks, each in a network namespace of
-its own whose link has the given rate. A path that takes less time than dense over a bf16 wire is
+its own whose link has the given rate. A path that takes less time than dense bf16 is
 compared with a dense run that is as much shorter. FOLDER of --data is that of the study. Writes
 README.md, results.json and figure.png.
 """
@@ -40,6 +40,8 @@ REPO = Path(__file__).resolve().parents[3]
 STUDY = REPO / "tools" / "bench" / "loss_by_bytes"
 
 DENSE, DENSE_BF16, SHORTER = "dense", "dense_bf16", "dense_steps_"
+RING = "dense_bf16-ring"
+"""Dense with 16-bit gradients, which gloo averages along its ring: timed, without a loss."""
 RANKS = 4
 RATES = ("1gbit", "200mbit", "50mbit")
 WARM_UP = 4
@@ -67,7 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         found: dict[str, list[IsoTime]] = {}
         for network in networks:
-            steps = steps_on(network, study, paths, options.data, period=options.period)
+            ring = replace(
+                study.run(f"{DENSE}-seed{paths[0].seed}"),
+                group=RING,
+                flags={**paths[0].flags, "grad-reduce-in-bf16": True},
+            )
+            steps = steps_on(network, study, [ring, *paths], options.data, period=options.period)
+            # Dense sends 16 bits either way; a user would take the faster one.
+            dense_step = min(steps[DENSE_BF16], steps[RING])
             found[str(network)] = [
                 compare(
                     path.group,
@@ -75,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     dense,
                     before=0 if path.fork is None else path.fork.step,
                     step=steps[path.group],
-                    dense_step=steps[DENSE_BF16],
+                    dense_step=dense_step,
                 )
                 for path in paths
             ]
@@ -159,8 +168,9 @@ def _note(dense: DenseLosses) -> list[str]:
         f"{dense.steps} steps, mean over seeds. Step: `pretrain_gpt.py` with the flags of those "
         f"runs on {RANKS} ranks, one thread each, mean of {PERIOD} steps, an interval of every "
         "path that has one. Ranks share the cores of one machine, so that computing takes longer "
-        "than on machines of their own and hides some of what a path saves. Dense steps: the "
-        "length of a dense run over a bf16 wire that takes as long as the path's run, whose steps "
+        "than on machines of their own and hides some of what a path saves. Dense bf16: the faster "
+        "of `--grad-wire bf16` and `--grad-reduce-in-bf16`. Dense steps: the length of a dense "
+        "bf16 run that takes as long as the path's run, whose steps "
         f"before the fork are dense, at most {dense.steps}. Dense loss: that of a dense run of "
         "this length with a schedule of its own, interpolated between runs of "
         f"{', '.join(map(str, dense.lengths))} steps, same seeds; they ran on one rank, without a "
