@@ -38,8 +38,7 @@ OPENING = "Study: `"
 """How the Markdown of a report begins."""
 WIDE = 5.0
 """Ratio of the largest to the least cost beyond which the axis is logarithmic."""
-MOST_LABELS = 20
-"""Groups that a picture names; more would cover each other."""
+MARKERS = "os^Dv"
 
 
 @dataclass(frozen=True)
@@ -264,11 +263,13 @@ class ParetoPicture:
         axes.step(x, [group.gap or 0.0 for group in front], where="post", color=BLUE, lw=1)
         for number, group in enumerate(self.groups):
             color = PALETTE[number % len(PALETTE)]
+            marker = MARKERS[number // len(PALETTE) % len(MARKERS)]
             place = (self.cost.measure(group), group.gap or 0.0)
-            axes.plot(*place, "o", color=color, markersize=4)
-            if len(self.groups) <= MOST_LABELS or group in front:
-                offset = {"xytext": (4, 3), "textcoords": "offset points"}
-                axes.annotate(group.name, place, fontsize=6, color=color, **offset)
+            axes.plot(*place, marker, color=color, markersize=4, label=group.name)
+        # Names beside the points would cover each other.
+        figure.set_figwidth(figure.get_figwidth() * 1.4)
+        figure.set_figheight(max(figure.get_figheight(), 0.6 + 0.16 * len(self.groups)))
+        figure.legend(loc="outside right upper", fontsize=6, frameon=False)
 
 
 @dataclass(frozen=True)
