@@ -45,7 +45,7 @@ RING = "dense_bf16-ring"
 RANKS = 4
 RATES = ("1gbit", "200mbit", "50mbit")
 WARM_UP = 4
-"""Steps before the measured ones."""
+"""Steps before the measured ones; of Radius an interval, after which it draws its first index."""
 PERIOD = 20
 """Measured steps: a whole interval of every path that has one."""
 
@@ -113,19 +113,26 @@ def timed_paths(study: DeclaredStudy, rows: Sequence[StudyRow]) -> list[Declared
 def timed(
     study: DeclaredStudy, path: DeclaredRun, folder: Path, data: Path, *, period: int
 ) -> list[str]:
-    """Return the flags of a short run on `RANKS` ranks that takes the path from its first step."""
+    """Return the flags of a short run on `RANKS` ranks, which begins with the path's `warm_up`."""
     flags = dict(path.flags)
-    if "radius-start-iter" in flags:  # where losses were forked; here the index is drawn at once
-        flags["radius-start-iter"] = 0
-    flags |= {"train-iters": WARM_UP + period, "eval-iters": 0, "log-interval": 1}
+    if "radius-start-iter" in flags:  # where losses were forked
+        flags["radius-start-iter"] = warm_up(path)
+    flags |= {"train-iters": warm_up(path) + period, "eval-iters": 0, "log-interval": 1}
     run = replace(path, ranks=RANKS, fork=None, flags=flags, tokens=None)
     return Commands(replace(study, runs=(run,)), folder, data).flags(run)
+
+
+def warm_up(path: DeclaredRun) -> int:
+    """Return the number of steps before the measured ones."""
+    interval = path.flags.get("radius-interval", WARM_UP)
+    assert isinstance(interval, int)
+    return interval
 
 
 def steps_on(
     network: Network, study: DeclaredStudy, paths: Sequence[DeclaredRun], data: Path, *, period: int
 ) -> Seconds:
-    """Return the mean seconds of a step of each path on a network, in steps after `WARM_UP`."""
+    """Return the mean seconds of a step of each path on a network, after those of `warm_up`."""
     found: dict[str, float] = {}
     for path in paths:
         with tempfile.TemporaryDirectory() as folder:
@@ -133,7 +140,7 @@ def steps_on(
             command = [str(REPO / "pretrain_gpt.py"), *flags]
             if code := run(network.command(command, folder=Path(folder))):
                 raise ConfigError(f"{path.group} on {network}: a rank failed with exit code {code}")
-            seconds = read_run(Path(folder) / path.name).steps["step_seconds"][WARM_UP:]
+            seconds = read_run(Path(folder) / path.name).steps["step_seconds"][warm_up(path) :]
         found[path.group] = statistics.fmean(seconds)
         print(f"{network}: {path.group}: {1e3 * found[path.group]:.0f} ms", flush=True)
     return found
