@@ -141,6 +141,7 @@ CASES: dict[str, PageCase] = {
 """Replacements, by the beginning of the command."""
 
 NOT_RUN: dict[str, str] = {
+    "pip install 'lm_eval[hf]'": "it brings packages that no other command needs",
     "scripts/test.sh --all": "runs every test, the one that types it too",
     "scripts/test.sh --push": "runs every test, the one that types it too",
     "python tools/study.py docs/examples/study.yaml --slurm": "see tests/slurm/test_study.py",
