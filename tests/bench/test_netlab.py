@@ -101,6 +101,28 @@ def test_ranks_are_told_where_they_are_and_arguments_arrive_as_given(
     assert not Path("canary").exists()
 
 
+def test_ranks_of_a_node_share_a_namespace_and_its_link(allowed: None, tmp_path: Path) -> None:
+    show = (
+        'echo "$RANK $LOCAL_RANK $LOCAL_WORLD_SIZE"; hostname -I 2>/dev/null || ip -4 -br address'
+    )
+    nodes = ("--ranks", "4", "--node-ranks", "2", "--rate", "none")
+    found = _run(*nodes, "--out", tmp_path, "--", "bash", "-c", show)
+    assert found.returncode == 0, found.stderr
+    outputs = [found.stdout, *((tmp_path / f"rank-{n}.log").read_text() for n in (1, 2, 3))]
+    assert [text.splitlines()[0] for text in outputs] == ["0 0 2", "1 1 2", "2 0 2", "3 1 2"]
+    addresses = ["10.77.0.1", "10.77.0.1", "10.77.0.3", "10.77.0.3"]
+    assert all(a in text for a, text in zip(addresses, outputs, strict=True)), outputs
+    counters = json.loads((tmp_path / "counters.json").read_text())
+    assert [each["rank"] for each in counters["after"]] == [0, 2]
+
+
+@pytest.mark.parametrize("count", ["0", "3", "two"])
+def test_nodes_of_unequal_ranks_are_refused(count: str) -> None:
+    found = _run("--ranks", "4", "--node-ranks", count, "--", "true")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr == f"netlab.sh: --node-ranks {count}: must divide --ranks 4\n"
+
+
 def test_the_first_failure_ends_all_ranks_and_is_the_exit_code(
     allowed: None, tmp_path: Path
 ) -> None:

@@ -27,16 +27,21 @@ HEADERS = 66
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The network of ranks: a rate as tc writes it, or `NO_LIMIT` for this machine's loopback."""
+    """The network of ranks: a rate as tc writes it, or `NO_LIMIT` for this machine's loopback.
+
+    `node_ranks` ranks share a link, and reach each other without it.
+    """
 
     ranks: int
     rate: str = NO_LIMIT
     delay: str = "0ms"
+    node_ranks: int = 1
 
     def __str__(self) -> str:
         rate = "no limit" if self.rate == NO_LIMIT else self.rate
         late = "" if self.delay == "0ms" else f", {self.delay} a link"
-        return f"{self.ranks} ranks, {rate}{late}"
+        nodes = "" if self.node_ranks == 1 else f" on {self.ranks // self.node_ranks} nodes"
+        return f"{self.ranks} ranks{nodes}, {rate}{late}"
 
     def command(self, program: Sequence[str], *, folder: Path) -> list[str]:
         """Return the command that runs `program` once for each rank, with one thread each.
@@ -65,7 +70,8 @@ class Network:
 
     @property
     def _options(self) -> list[str]:
-        return ["--ranks", str(self.ranks), "--rate", self.rate, "--delay", self.delay]
+        nodes = ["--ranks", str(self.ranks), "--node-ranks", str(self.node_ranks)]
+        return [*nodes, "--rate", self.rate, "--delay", self.delay]
 
     @property
     def interface(self) -> str | None:

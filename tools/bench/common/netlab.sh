@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Runs one rank in each of N network namespaces, joined by links of a given rate and delay.
-#   tools/bench/common/netlab.sh [--ranks N] [--rate RATE] [--delay DELAY] [--out FOLDER] [--mpiexec PATH]
-#                         [--] COMMAND...
+#   tools/bench/common/netlab.sh [--ranks N] [--node-ranks N] [--rate RATE] [--delay DELAY]
+#                         [--out FOLDER] [--mpiexec PATH] [--] COMMAND...
 # Needs root and iproute2 (ip, tc). The namespaces share one bridge; each rank's link is shaped in
 # both directions, as an Ethernet cable to a switch is.
-#   --ranks N      namespaces, a rank in each                       (2)
+#   --ranks N      ranks                                            (2)
+#   --node-ranks N    ranks in each namespace, which reach each other without a link    (1)
 #   --rate RATE    of each link, as tc writes it; none: no limit    (800mbit)
 #   --delay DELAY  of each link, one way: a packet from rank to rank crosses two links    (0ms)
 #   --out FOLDER   output of ranks 1.. (rank-R.log) and counters.json    (a new temporary folder)
@@ -13,8 +14,8 @@
 # GLOO_SOCKET_IFNAME set as torchrun would; rank 0 keeps stdout and stderr. When a rank fails, the
 # others are ended, and its exit code is the tool's (2: namespaces or shaping are not to be had).
 # Under mpiexec ranks learn their number from MPI, and all of them keep stdout and stderr.
-# counters.json has what each rank's interface had sent before and after; its payload is bytes less
-# 66 (Ethernet 14, IP 20, TCP 32) for each counted packet.
+# counters.json has what the interface of each namespace had sent before and after, by its first rank;
+# its payload is bytes less 66 (Ethernet 14, IP 20, TCP 32) for each counted packet.
 set -euo pipefail
 
 say() { printf 'netlab.sh: %s\n' "$*" >&2; }
@@ -23,16 +24,17 @@ refuse() {
   exit 2
 }
 
-ranks=2 rate=800mbit delay=0ms out='' mpiexec=''
+ranks=2 node_ranks=1 rate=800mbit delay=0ms out='' mpiexec=''
 while (($#)); do
   case $1 in
   -h | --help)
     sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
     exit 0
     ;;
-  --ranks | --rate | --delay | --out | --mpiexec)
+  --ranks | --node-ranks | --rate | --delay | --out | --mpiexec)
     (($# > 1)) || refuse "$1: needs a value"
-    printf -v "${1#--}" '%s' "$2"
+    name=${1#--}
+    printf -v "${name//-/_}" '%s' "$2"
     shift 2
     ;;
   --)
@@ -47,6 +49,10 @@ number='[0-9]{1,9}(\.[0-9]{1,6})?'
 if ! [[ $ranks =~ ^[1-9][0-9]{0,2}$ ]] || ((ranks > 250)); then
   refuse "--ranks $ranks: must be 1 to 250"
 fi
+if ! [[ $node_ranks =~ ^[1-9][0-9]{0,2}$ ]] || ((ranks % node_ranks)); then
+  refuse "--node-ranks $node_ranks: must divide --ranks $ranks"
+fi
+[[ -z $mpiexec ]] || ((node_ranks == 1)) || refuse "--node-ranks $node_ranks: not with --mpiexec"
 [[ $rate =~ ^(none|${number}[kmg]?bit)$ ]] ||
   refuse "--rate $rate: must be a number and bit, kbit, mbit or gbit, or none"
 [[ $delay =~ ^${number}(us|ms|s)$ ]] || refuse "--delay $delay: must be a number and us, ms or s"
@@ -145,7 +151,7 @@ build() {
   add "$switch"
   try "cannot make a bridge" ip -n "$switch" link add bridge type bridge
   try "cannot make a bridge" ip -n "$switch" link set bridge up
-  for ((rank = 0; rank < ranks; rank++)); do
+  for ((rank = 0; rank < ranks; rank += node_ranks)); do
     name=$me-$rank
     add "$name"
     try "cannot make a pair of interfaces (veth)" \
@@ -159,10 +165,10 @@ build() {
   done
 }
 
-counters() { # JSON list of what each rank's interface has sent
+counters() { # JSON list of what each namespace's interface has sent
   local rank numbers separator=
   printf '['
-  for ((rank = 0; rank < ranks; rank++)); do
+  for ((rank = 0; rank < ranks; rank += node_ranks)); do
     mapfile -t numbers < <(ip netns exec "$me-$rank" \
       cat /sys/class/net/net0/statistics/tx_bytes /sys/class/net/net0/statistics/tx_packets)
     printf '%s{"rank": %d, "bytes": %d, "packets": %d}' "$separator" "$rank" "${numbers[@]}"
@@ -174,8 +180,8 @@ counters() { # JSON list of what each rank's interface has sent
 launch() { # RANK COMMAND...
   local rank=$1
   shift
-  exec ip netns exec "$me-$rank" env RANK="$rank" WORLD_SIZE="$ranks" LOCAL_RANK=0 \
-    LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 GLOO_SOCKET_IFNAME=net0 "$@"
+  exec ip netns exec "$me-$((rank - rank % node_ranks))" env RANK="$rank" WORLD_SIZE="$ranks" \
+    LOCAL_RANK=$((rank % node_ranks)) LOCAL_WORLD_SIZE="$node_ranks" MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 GLOO_SOCKET_IFNAME=net0 "$@"
 }
 
 launch_all() { # COMMAND...: by mpiexec, whose processes are outside; a rank enters its namespace
