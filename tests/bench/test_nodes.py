@@ -6,7 +6,16 @@ import pytest
 
 from megatron.config import parse, resolve
 from pretrain_gpt import GRADIENT_PATHS
-from tools.bench.nodes.run import FLAGS, RANKS, ROWS, NodeRow, as_markdown, expected, sent_by_a_node
+from tools.bench.nodes.run import (
+    FLAGS,
+    RANKS,
+    ROWS,
+    NodeRow,
+    as_markdown,
+    expected,
+    main,
+    sent_by_a_node,
+)
 
 
 def row(name: str, *, seconds: float = 1.0, reported: float = 0.0, counted: float = 0.0) -> NodeRow:
@@ -45,3 +54,17 @@ def test_the_page_relates_steps_to_dense_and_bytes_to_their_formula() -> None:
     assert "## 4 ranks on 2 nodes, 200mbit" in page
     assert "| dense-bf16 | 200 | 1.00 | 1.53 | 1.50 | 1.020 |" in page
     assert "| dense-bf16-nodes | 100 | 0.50 | 1.01 | 1.00 | 1.010 |" in page
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--rates", "none"], "--rates none: nodes need links between them; give a rate"),
+    ],
+)
+def test_wrong_usage_is_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags) == 2
+    assert capsys.readouterr().err == f"nodes: {message}\n"

@@ -78,6 +78,11 @@ def test_a_missing_length_is_named() -> None:
         DenseLosses([], dense=DENSE, shorter=SHORTER)
 
 
+def test_a_period_without_a_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert time_to_loss.main(["--rates", "none", "--period", "0"]) == 2
+    assert capsys.readouterr().err == "time_to_loss: --period 0: must be at least 1\n"
+
+
 def test_every_timed_run_is_accepted_and_takes_its_path_at_once(tmp_path: Path) -> None:
     study, rows = read_study(STUDY / "study.yaml"), read_rows(STUDY / "results.jsonl")
     paths = timed_paths(study, rows)

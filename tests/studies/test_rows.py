@@ -9,7 +9,7 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from tests.studies.files import row
-from tools.studies.rows import read_rows, row_of, write_row, write_rows
+from tools.studies.rows import StudyRow, read_rows, row_of, write_row, write_rows
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def run_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_row_counts_the_steps_of_the_run_itself(tmp_path: Path) -> None:
-    found = row_of(
-        run_folder(tmp_path / "run"),
+def row_from(folder: Path, *, first_step: int) -> StudyRow:
+    return row_of(
+        folder,
         name="a-seed1",
         group="a",
         seed=1,
@@ -71,9 +71,13 @@ def test_a_row_counts_the_steps_of_the_run_itself(tmp_path: Path) -> None:
         data_parallel=2,
         settings="0",
         exit_code=0,
-        first_step=11,
+        first_step=first_step,
         clip=1.0,
     )
+
+
+def test_a_row_counts_the_steps_of_the_run_itself(tmp_path: Path) -> None:
+    found = row_from(run_folder(tmp_path / "run"), first_step=11)
     assert (found.bytes, found.most_bytes, found.density) == (100, 100, 0.1)
     assert (found.step_seconds, found.seconds, found.steps) == (0.5, 15.0, 40)
     assert (found.clipped, found.peak_memory, found.valid_loss) == (0.5, 1040, 4.25)
@@ -83,15 +87,4 @@ def test_a_row_counts_the_steps_of_the_run_itself(tmp_path: Path) -> None:
 
 def test_a_run_without_a_step_of_its_own_has_no_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="records no step of the run"):
-        row_of(
-            run_folder(tmp_path / "run"),
-            name="a-seed1",
-            group="a",
-            seed=1,
-            ranks=2,
-            data_parallel=2,
-            settings="0",
-            exit_code=0,
-            first_step=41,
-            clip=1.0,
-        )
+        row_from(run_folder(tmp_path / "run"), first_step=41)

@@ -246,17 +246,17 @@ class Execution:
         path = self._work / "locks" / run.name
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
-            told = False
+            logged = False
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if self._launcher.stopping:
-                        raise ConfigError(f"{run.name} is in use by another process") from None
-                    if not told:
-                        self._log(f"{run.name}: in use by another process; waits")
-                    told = True
+                        raise ConfigError(f"{run.name} is in use") from None
+                    if not logged:
+                        self._log(f"{run.name}: in use; waits")
+                    logged = True
                     time.sleep(POLL_SECONDS)
             yield file.fileno()
 
@@ -329,12 +329,12 @@ class _Progress:
         """
         self._done += 1
         self._work += (row.steps - self._made_before[row.name]) * row.ranks
-        told = f"{self._done} of {self._total}"
+        count = f"{self._done} of {self._total}"
         if not rest or not self._work:
-            return told
+            return count
         ahead = sum(self._commands.own_steps(run) * run.ranks for run in rest)
         seconds = (time.monotonic() - self._began) * ahead / self._work
-        return f"{told}, about {duration(seconds)} left"
+        return f"{count}, about {duration(seconds)} left"
 
 
 def describe(row: StudyRow) -> str:

@@ -70,9 +70,10 @@ class StudyReport:
 
     @property
     def reference(self) -> float:
-        """Payload of the reference; NaN if it has no row."""
+        """Payload of the reference; NaN if it has no row or sends nothing."""
         name = self.study.reference
-        return next((group.payload for group in self.groups if group.name == name), math.nan)
+        payload = next((group.payload for group in self.groups if group.name == name), 0.0)
+        return payload or math.nan
 
     @property
     def missing(self) -> list[str]:
@@ -201,7 +202,7 @@ def note(report: StudyReport) -> list[str]:
     if report.missing:
         first = ", ".join(report.missing[:5])
         more = ", ..." if len(report.missing) > 5 else ""
-        lines.append(f"{len(report.missing)} runs have no result yet: {first}{more}.")
+        lines.append(f"Runs without a result: {len(report.missing)} ({first}{more}).")
     return lines
 
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from tools.studies.rows import StudyRow
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Quantiles (97.5 %) of Student's t distribution for 1 to 10 degrees of freedom."""
+"""Quantiles (97.5 %) of Student's t distribution for 1 to 10 degrees of freedom.
+
+The last, which is slightly too large, serves for more.
+"""
 
 Measure = Callable[["SeedGroup"], float]
 

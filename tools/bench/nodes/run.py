@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron.errors import ConfigError, SparsetronError
 from megatron.report.runs import RunData, read_run
-from tools.bench.common.netlab import InterfaceCounters, Network, run
+from tools.bench.common.netlab import NO_LIMIT, InterfaceCounters, Network, run
 from tools.bench.common.page_files import write_page
 from tools.bench.gradient_path.run import check_network
 
@@ -84,6 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     networks = [Network(ranks=RANKS, rate=rate, node_ranks=NODE_RANKS) for rate in options.rates]
     try:
+        if options.steps < 1:
+            raise ConfigError(f"--steps {options.steps}: must be at least 1")
+        if NO_LIMIT in options.rates:
+            raise ConfigError(f"--rates {NO_LIMIT}: nodes need links between them; give a rate")
         for network in networks:
             check_network(network)
         found = {

@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     networks = [Network(ranks=RANKS, rate=rate) for rate in options.rates]
     try:
+        if options.period < 1:
+            raise ConfigError(f"--period {options.period}: must be at least 1")
         for network in networks:
             check_network(network)
         study, rows = read_study(options.study), read_rows(options.results)
@@ -67,13 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"--results: no finished run of {DENSE_BF16}; tools/study.py makes it"
             )
+        plain = next(path for path in paths if path.group == DENSE)
+        flags = {**plain.flags, "grad-reduce-in-bf16": True}
+        ring = replace(plain, group=RING, flags=flags)
         found: dict[str, list[IsoTime]] = {}
         for network in networks:
-            ring = replace(
-                study.run(f"{DENSE}-seed{paths[0].seed}"),
-                group=RING,
-                flags={**paths[0].flags, "grad-reduce-in-bf16": True},
-            )
             steps = steps_on(network, study, [ring, *paths], options.data, period=options.period)
             # Dense sends 16 bits either way; a user would take the faster one.
             dense_step = min(steps[DENSE_BF16], steps[RING])
