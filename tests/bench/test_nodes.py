@@ -50,7 +50,8 @@ def test_the_page_relates_steps_to_dense_and_bytes_to_their_formula() -> None:
         row("dense-bf16", seconds=0.2, reported=1.5e6, counted=1.53e6),
         row("dense-bf16-nodes", seconds=0.1, reported=2e6, counted=1.01e6),
     ]
-    page = as_markdown({"4 ranks on 2 nodes, 200mbit": rows})
+    page = as_markdown({"4 ranks on 2 nodes, 200mbit": rows}, load="0.5")
+    assert "load was 0.5 at the start" in page.replace("\n", " ")
     assert "## 4 ranks on 2 nodes, 200mbit" in page
     assert "| dense-bf16 | 200 | 1.00 | 1.53 | 1.50 | 1.020 |" in page
     assert "| dense-bf16-nodes | 100 | 0.50 | 1.01 | 1.00 | 1.010 |" in page
@@ -60,6 +61,7 @@ def test_the_page_relates_steps_to_dense_and_bytes_to_their_formula() -> None:
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--rates", "none"], "--rates none: nodes need links between them; give a rate"),
     ],
 )

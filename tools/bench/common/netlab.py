@@ -37,6 +37,10 @@ class Network:
     delay: str = "0ms"
     node_ranks: int = 1
 
+    def __post_init__(self) -> None:
+        if self.rate == NO_LIMIT and self.node_ranks > 1:
+            raise ConfigError("a network without links has no nodes; give a rate")
+
     def __str__(self) -> str:
         rate = "no limit" if self.rate == NO_LIMIT else self.rate
         late = "" if self.delay == "0ms" else f", {self.delay} a link"

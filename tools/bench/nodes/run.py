@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -62,7 +63,7 @@ DENSE = "dense-bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRow:
-    """A row on one network: mean seconds of a step, and what is sent in it.
+    """A row on one network: median seconds of a step, and what is sent in it.
 
     `reported` are the bytes that a rank reports to have sent to all ranks, `counted` those that the
     interface of a node has sent, mean of the nodes.
@@ -82,43 +83,60 @@ class NodeRow:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool and return the exit code."""
     options = _arguments(arguments)
-    networks = [Network(ranks=RANKS, rate=rate, node_ranks=NODE_RANKS) for rate in options.rates]
     try:
-        if options.steps < 1:
-            raise ConfigError(f"--steps {options.steps}: must be at least 1")
+        for flag in ("steps", "rounds"):
+            if getattr(options, flag) < 1:
+                raise ConfigError(f"--{flag} {getattr(options, flag)}: must be at least 1")
         if NO_LIMIT in options.rates:
             raise ConfigError(f"--rates {NO_LIMIT}: nodes need links between them; give a rate")
+        networks = [
+            Network(ranks=RANKS, rate=rate, node_ranks=NODE_RANKS) for rate in options.rates
+        ]
         for network in networks:
             check_network(network)
+        load = f"{os.getloadavg()[0]:.1f}"
         found = {
-            str(network): [measure(name, network, steps=options.steps) for name in options.rows]
+            str(network): measure(options.rows, network, steps=options.steps, rounds=options.rounds)
             for network in networks
         }
     except SparsetronError as error:
         print(f"nodes: {error}", file=sys.stderr)
         return error.exit_code
-    print(text := as_markdown(found))
+    print(text := as_markdown(found, load=load))
     values = {network: [asdict(row) for row in rows] for network, rows in found.items()}
-    write_page(options.out, text=text, values=values)
+    write_page(options.out, text=text, values={"load at start": load, "networks": values})
     return 0
 
 
-def measure(name: str, network: Network, *, steps: int) -> NodeRow:
-    """Measure a row: the steps of a long run that a short one does not have."""
-    if name not in ROWS:
-        raise ConfigError(f"--rows {name}: no such row; must be among {', '.join(ROWS)}")
-    # Radius draws its first index after an interval.
-    before = INTERVAL + 1 if "radius" in name else 6
-    _, sent_before = train(name, network, before)
-    run_data, sent = train(name, network, before + steps)
-    row = NodeRow(
-        name=name,
-        seconds=statistics.fmean(run_data.steps["step_seconds"][before:]),
-        reported=statistics.fmean(run_data.steps["bytes_sent"][before:]),
-        counted=(sent - sent_before) / steps,
-    )
-    print(f"{network}: {name}: {1e3 * row.seconds:.0f} ms, {row.counted / 1e6:.2f} MB", flush=True)
-    return row
+def measure(names: Sequence[str], network: Network, *, steps: int, rounds: int) -> list[NodeRow]:
+    """Measure rows in turns, so that other load on the machine falls on all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    reported: dict[str, float] = {}
+    counted: dict[str, float] = {}
+    for number in range(rounds):
+        for name in names:
+            before = steps_before(name)
+            found, sent = train(name, network, before + steps)
+            seconds[name] += found.steps["step_seconds"][before:]
+            if number == 0:  # bytes do not depend on the round
+                _, sent_before = train(name, network, before)
+                reported[name] = statistics.fmean(found.steps["bytes_sent"][before:])
+                counted[name] = (sent - sent_before) / steps
+            print(f"{network}: {name}: {1e3 * statistics.median(seconds[name]):.0f} ms", flush=True)
+    return [
+        NodeRow(
+            name=name,
+            seconds=statistics.median(seconds[name]),
+            reported=reported[name],
+            counted=counted[name],
+        )
+        for name in names
+    ]
+
+
+def steps_before(name: str) -> int:
+    """Return the steps before the measured ones; Radius draws its first index in the last."""
+    return INTERVAL + 1 if "radius" in name else 6
 
 
 def train(name: str, network: Network, steps: int) -> tuple[RunData, float]:
@@ -160,11 +178,11 @@ def expected(row: NodeRow, rows: Sequence[NodeRow]) -> float | None:
     return 2 * (nodes - 1) / nodes * vector
 
 
-def as_markdown(found: Mapping[str, Sequence[NodeRow]]) -> str:
-    """Return the page."""
+def as_markdown(found: Mapping[str, Sequence[NodeRow]], *, load: str) -> str:
+    """Return the page; `load` is the machine's at the start."""
     note = (
-        "Step: mean of the steps after the first ones, of the program itself; all ranks share the "
-        "cores of one machine. MB sent: by the interface of a node in a step, mean of both nodes. "
+        "Step: median over all rounds of the steps after the first ones, of the program itself; "
+        f"all ranks share the cores of one machine, whose load was {load} at the start. MB sent: by the interface of a node in a step, mean of both nodes. "
         "Expected: along a ring of all ranks what one rank sends, after the mean within a node "
         "2 (m - 1) / m of the vector for m nodes. / dense-bf16: over the step of the first row."
     )
@@ -196,7 +214,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rates", nargs="+", default=RATES, help="of the link of each node, as tc writes them")
-    add("--rows", nargs="+", default=list(ROWS), help="rows to measure")
+    add("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="rows to measure")
+    add("--rounds", type=int, default=3, help="runs of each row, which take turns")
     add("--steps", type=int, default=STEPS, help="measured steps of each row")
     add("--out", type=Path, default=None, help="folder for the page")
     return parser.parse_args(arguments)
