@@ -121,9 +121,9 @@ class Trainer:
         train = self.readers.train
         self._prefetcher = None if train is None else Prefetcher(train, self.device)
         # A send occupies a GPU until its receive is posted. A thread that allocates memory in
-        # between, and waits for the GPU, could stop two stages (megatron/pipeline/transport.py).
-        may_stop_stages = self.device.type == "cuda" and self.groups.pp.size > 1
-        self._reads_ahead = self.config.training.prefetch_batches and not may_stop_stages
+        # between, and waits for the GPU, could deadlock stages (megatron/pipeline/transport.py).
+        could_deadlock = self.device.type == "cuda" and self.groups.pp.size > 1
+        self._reads_ahead = self.config.training.prefetch_batches and not could_deadlock
         self._is_local = self.engine.local_steps is not None
         self._replicas_skipped = 0
         self._began = time.monotonic()

@@ -18,9 +18,5 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   exit 0
 fi
 choose_python
-# Neither program may look for a model, a tokenizer or a data set elsewhere.
-export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
-# The harness draws its bootstrap samples in this process, not in one more for each core.
-export DISABLE_MULTIPROC=1
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 exec "$PYTHON" "$repo/tools/zero_shot.py" --tasks-dir "${TASKS:-data/zero_shot}" "$@"

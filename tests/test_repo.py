@@ -35,10 +35,11 @@ CODE = [
 READS_ENVIRONMENT = (
     "megatron/launch.py",
     "tools/bench/common/netlab.py",
+    "tools/evaluation/harness.py",
     "tools/golden_runs.py",
     "tools/studies/execution.py",
 )
-"""Files that read the environment: all but the first pass it on to what they start."""
+"""Files that read the environment, or set it for what they start or import."""
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 UNSAFE_CALLS = {
     "eval",

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -109,10 +110,9 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         ConfigError, CheckpointError: `find_model` raises these errors.
     """
     if options.task == BITS_PER_BYTE:
-        (key,) = options.json_keys
-        documents = read_documents(
-            options.file, key=key, text_unit=options.text_unit, limit=options.limit
-        )
+        (key,) = options.json_keys or ("text",)
+        text_unit = options.text_unit or "file"
+        documents = read_documents(options.file, key=key, text_unit=text_unit, limit=options.limit)
         scorer = _scorer(options)
         return {**_head(options, scorer), **bits_per_byte(scorer, documents)}
     task = TASKS[options.task]
@@ -140,7 +140,8 @@ def _head(options: argparse.Namespace, scorer: Scorer) -> dict[str, Any]:
 def _plain(figures: Figures) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, estimate in figures.items():
-        found |= {name: estimate.value, f"{name}_stderr": estimate.stderr}
+        value = estimate.value if math.isfinite(estimate.value) else None  # JSON has no infinity
+        found |= {name: value, f"{name}_stderr": estimate.stderr}
     return found
 
 
@@ -159,6 +160,9 @@ def _by_group(
 
 def _check(options: argparse.Namespace) -> None:
     check_tokenizer_flags(options)
+    for flag in ("json_keys", "text_unit"):
+        if options.task != BITS_PER_BYTE and getattr(options, flag) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')}: for --task {BITS_PER_BYTE} alone")
     if options.batch_size < 1:
         raise ConfigError(f"--batch-size: {options.batch_size}; must be at least 1")
     if options.limit is not None and options.limit < 1:
@@ -187,15 +191,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     text.add_argument(
         "--json-keys",
         nargs=1,
-        default=["text"],
         metavar="KEY",
-        help="key of the text in JSON lines",
+        help="key of the text in JSON lines (default: text)",
     )
     text.add_argument(
         "--text-unit",
         choices=TEXT_UNITS,
-        default="file",
-        help="what is a document in plain text; paragraphs are set apart by blank lines",
+        help="what is a document in plain text; paragraphs are set apart by blank lines (default: "
+        "file)",
     )
     add_tokenizer_flags(parser)
     return parser.parse_args(arguments)

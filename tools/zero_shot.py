@@ -108,7 +108,8 @@ def _file(folder: Path, name: str) -> Path | None:
 def _score(options: argparse.Namespace, files: Mapping[str, Path]) -> tuple[str, Scored]:
     """Return the name of the program that scores, and the figures of every task.
 
-    Tasks that the harness cannot load here are left to tools/evaluate.py.
+    Tasks that the harness cannot load here are left to tools/evaluate.py, unless `--by` asks for
+    the harness.
     """
     by = options.by or (HARNESS if harness.is_installed() else EVALUATE)
     with tempfile.TemporaryDirectory(prefix="zero_shot") as name:
@@ -122,6 +123,8 @@ def _score(options: argparse.Namespace, files: Mapping[str, Path]) -> tuple[str,
             batch_size=options.batch_size,
             limit=options.limit,
         )
+        for task, reason in found.left_out.items() if options.by == HARNESS else ():
+            raise ConfigError(f"--by {HARNESS}: it cannot load {task} ({reason}); leave out --by")
         rest = {task: file for task, file in files.items() if task in found.left_out}
         scored = {**found.figures, **(_by_evaluate(options, rest, folder) if rest else {})}
     by = f"lm-evaluation-harness {found.version}".rstrip()

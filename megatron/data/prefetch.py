@@ -18,7 +18,7 @@ import torch
 
 from megatron.data.batches import Batch, Reader
 
-_PATIENCE_SECONDS = 1.0
+_CLOSE_TIMEOUT_SECONDS = 1.0
 """Longest wait for the thread in `close`: a failing run must report even if reading hangs."""
 
 
@@ -64,12 +64,16 @@ class Prefetcher:
         return list(self._reader.read(first_sample, global_batch_size))
 
     def close(self) -> None:
-        """End the thread after the microbatch that it reads; later calls read nothing ahead."""
+        """End the thread after the microbatch that it reads; later calls read nothing ahead.
+
+        A read that hangs is not waited for here, but by Python's exit, which `pretrain.leave`
+        leaves out.
+        """
         self._closed = True
         self._executor.shutdown(wait=False)
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            wait([ahead[1]], timeout=_PATIENCE_SECONDS)
+            wait([ahead[1]], timeout=_CLOSE_TIMEOUT_SECONDS)
 
     def _read_ahead(self, first_sample: int, global_batch_size: int) -> list[Batch]:
         batches: list[Batch] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -38,3 +40,16 @@ class Counting:
 
     def fingerprint(self) -> str:
         return "counting"
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    """Return the threads of this process that read ahead."""
+    return [each for each in threading.enumerate() if each.name.startswith("prefetch")]
+
+
+def threads_left() -> int:
+    """Return the number of threads that read ahead and have not ended within seconds."""
+    deadline = time.monotonic() + 5
+    while prefetch_threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return len(prefetch_threads())

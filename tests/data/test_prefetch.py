@@ -21,7 +21,7 @@ from megatron.data.prefetch import Prefetcher
 from megatron.data.sampler import CollateOptions, MicrobatchSampler
 from megatron.errors import DataError
 from tests.data import test_image_reader, test_pair_dataset
-from tests.data.counting import Counting
+from tests.data.counting import Counting, prefetch_threads, threads_left
 from tests.data.translation_data import write_data
 
 CPU = torch.device("cpu")
@@ -147,33 +147,24 @@ class Gate:
 
 
 def test_closing_ends_the_thread_in_the_middle_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(prefetch, "_CLOSE_TIMEOUT_SECONDS", 0.05)
     gate, read = Gate(threading.Event(), threading.Event()), list[int]()
-    before = threading.active_count()
+    assert threads_left() == 0, "of the tests before"
     prefetcher = Prefetcher(Counting(CPU, lambda n: (gate(n), read.append(n))), CPU)
     prefetcher.prefetch(0, 100)
     assert gate.entered.wait(10)
     prefetcher.close()  # does not wait for a read that hangs
-    assert threading.active_count() == before + 1
+    assert len(prefetch_threads()) == 1
     gate.opened.set()
-    assert poll(lambda: threading.active_count() == before)
+    assert threads_left() == 0
     assert read == [0]
     prefetcher.prefetch(0, 2)
     assert numbers(prefetcher.read(0, 2)) == [0, 1], "a closed one reads when it is asked"
-    assert threading.active_count() == before
+    assert not prefetch_threads()
 
 
 def test_no_thread_outlives_a_prefetcher_that_is_forgotten() -> None:
-    before = threading.active_count()
     prefetcher = Prefetcher(Counting(CPU), CPU)
     prefetcher.prefetch(0, 2)
     del prefetcher
-    assert poll(lambda: threading.active_count() == before)
-
-
-def poll(done: Callable[[], bool]) -> bool:
-    """Return whether `done` became true within seconds."""
-    deadline = time.monotonic() + 5
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return done()
+    assert threads_left() == 0

@@ -60,7 +60,7 @@ def check(ranks: Ranks, name: str, grid: tuple[int, int], flags: str) -> list[Ca
         assert one["wrong"] == []
         assert sorted(one["waits"]) == sorted(HOST_WAITS)
         assert one["late"] == [], "communicators that are made in a step"
-        assert one["ahead"] == (pp == 1), "a thread that allocates could stop two stages"
+        assert one["ahead"] == (pp == 1), "a thread that allocates could deadlock stages"
         assert one["losses"] == loss_bound(name, one["wanted"])
         assert one["losses"][0] > 4
     assert disagreements([one["calls"] for one in found]) == []

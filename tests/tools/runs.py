@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -20,11 +21,16 @@ FLAGS = (
 
 
 def make_model_run(
-    folder: Path, flags: str, *, vocab_size: int, favoured: int | None = None
+    folder: Path,
+    flags: str,
+    *,
+    vocab_size: int,
+    favoured: int | None = None,
+    diverged: bool = False,
 ) -> GPT:
     """A run folder with one checkpoint; the model that is in it, of weights that matter.
 
-    The token `favoured` is made likelier everywhere.
+    The token `favoured` is made likelier everywhere. A model that `diverged` computes NaN.
     """
     torch.set_num_threads(1)
     config = resolve(parse(f"{FLAGS} {flags}".split(), paths=GRADIENT_PATHS), 1)
@@ -34,6 +40,10 @@ def make_model_run(
         values = {name: value.clone() for name, value in model.logical_values().items()}
         towards = values[WORD_TABLE.removeprefix(PARAM)][favoured]
         values["final_norm.bias"] += 5 * towards / towards.norm()
+        model.load_values(values)
+    if diverged:
+        values = {name: value.clone() for name, value in model.logical_values().items()}
+        values["final_norm.bias"].fill_(math.nan)
         model.load_values(values)
     folder.mkdir()
     (folder / CONFIG).write_text(to_yaml(config))

@@ -271,6 +271,47 @@ def test_mistakes_have_their_exit_code(
     assert "one.jsonl:1: not JSON" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("task", ["lambada", "copa", "bits-per-byte"])
+def test_a_model_that_diverged_has_no_score(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--tokenizer-type ByteTokenizer"
+    make_model_run(tmp_path / "run", flags, vocab_size=257, diverged=True)
+    copa = {"premise": "It rained.", "choice1": "Wet.", "choice2": "Dry.", "question": "effect"}
+    file = lines(tmp_path / "task.jsonl", [{"text": "two words", **copa, "label": 0}])
+    assert main([str(tmp_path / "run"), "--task", task, str(file)]) == 4
+    told = capsys.readouterr().err
+    assert "step_00000001: the model computes NaN" in told and told.count("\n") == 1
+
+
+def test_examples_that_were_cut_are_counted_not_their_endings(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choices = {"context": "much longer than sixteen", "choices": ["a", "b"], "answer": 0}
+    short = {"context": "c", "choices": ["a", "b"], "answer": 0}
+    file = lines(tmp_path / "choices.jsonl", [choices, short])
+    assert figures(capsys, run, "--task", "multiple-choice", file)["cut_on_the_left"] == 1
+
+
+@pytest.mark.parametrize("flag", [["--json-keys", "body"], ["--text-unit", "line"]])
+def test_flags_of_another_task_are_refused(
+    flag: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = lines(tmp_path / "words.jsonl", [{"text": "two words"}])
+    assert main([str(run), "--task", "lambada", str(file), *flag]) == 2
+    assert capsys.readouterr().err == f"error: {flag[0]}: for --task bits-per-byte alone\n"
+
+
+def test_errors_name_the_file_of_a_folder_and_the_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "parts").mkdir()
+    lines(tmp_path / "parts" / "a.jsonl", [{"text": "two words"}])
+    bad = lines(tmp_path / "parts" / "b.jsonl", [{"text": "go \ud800on"}])
+    assert main([str(run), "--task", "lambada", str(tmp_path / "parts")]) == 3
+    assert f"error: {bad}:1: " in capsys.readouterr().err
+
+
 def test_the_real_task_is_read(
     run: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,7 +179,6 @@ def test_multiple_choice_pairs_and_bits_per_byte_agree(
 def test_the_table_by_the_harness_is_ours(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
     only = ("--only", "lambada_openai,piqa", "--json", "--tasks-dir", str(place / "tasks"))
     tables = []
     for by in ("harness", "evaluate"):
@@ -197,13 +196,14 @@ def test_a_task_that_the_harness_cannot_load_is_scored_here(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ReCoRD's functions import a module of transformers 4."""
-    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
     for module in [name for name in sys.modules if name.startswith("lm_eval.tasks.super_glue")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "transformers.data.metrics", None)
     only = ("--only", "piqa,record", "--json", "--tasks-dir", str(place / "tasks"))
     capsys.readouterr()
-    assert zero_shot.main([str(place / "exported"), *only, "--by", "harness"]) == 0
+    assert zero_shot.main([str(place / "exported"), *only, "--by", "harness"]) == 2
+    assert "--by harness: it cannot load record (" in capsys.readouterr().err
+    assert zero_shot.main([str(place / "exported"), *only]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found["tasks"]) == ["piqa", "record"]
     assert "record by tools/evaluate.py" in found["scored_by"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megatron.checkpoint.store import Checkpoint
 from megatron.data.data_loader import BatchReader, DeviceMicrobatch
 from megatron.errors import DataError
 from megatron.parallel.groups import ProcessGroups
+from tests.data.counting import prefetch_threads, threads_left
 from tests.ranks import Ranks
 from tests.tasks.toy import TOY, TOY_TASK
 from tests.training.harness import make_trainer, metrics_of, train
@@ -122,7 +122,7 @@ def train_and_watch(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[st
     read, found = BatchReader.read, {"main": list[int](), "prefetch": list[int]()}
 
     def noted(self: BatchReader, first_sample: int, size: int) -> Iterator[DeviceMicrobatch]:
-        ahead = threading.current_thread() in prefetching()
+        ahead = threading.current_thread() in prefetch_threads()
         found["prefetch" if ahead else "main"].append(first_sample)
         return read(self, first_sample, size)
 
@@ -131,18 +131,6 @@ def train_and_watch(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[st
     trainer.metrics.close()
     trainer.engine.detach()
     return found | {"threads": threads_left()}
-
-
-def prefetching() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name.startswith("prefetch")]
-
-
-def threads_left() -> int:
-    """Return the number of threads that read ahead and have not ended within seconds."""
-    deadline = time.monotonic() + 5
-    while prefetching() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return len(prefetching())
 
 
 def test_bad_data_are_an_error_of_the_step_that_needs_them(ranks: Ranks, tmp_path: Path) -> None:

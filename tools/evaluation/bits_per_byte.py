@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from megatron.model.likelihood import Continuation
     from tools.evaluation.scoring import Scorer
 
+WINDOWS_AT_ONCE = 1024
+"""Windows whose tokens are in memory at a time, sorted by length for the batches of the model."""
+
 
 def bits_per_byte(scorer: Scorer, documents: Sequence[str]) -> dict[str, Any]:
     """Return the bits per byte of all documents, the loss in nats a token, and what was counted.
@@ -32,13 +35,18 @@ def bits_per_byte(scorer: Scorer, documents: Sequence[str]) -> dict[str, Any]:
     """
     marked = bool(scorer.tokenizer.encode(""))  # the tokenizer begins each text with a mark
     start = [] if marked else scorer.document_start
-    asked: list[Continuation] = []
-    for document in documents:
-        asked += windows([*start, *scorer.tokenizer.encode(document)], scorer.length)
-    if not asked:
+    asked = (
+        window
+        for document in documents
+        for window in windows([*start, *scorer.tokenizer.encode(document)], scorer.length)
+    )
+    nats, tokens = 0.0, 0
+    while block := list(islice(asked, WINDOWS_AT_ONCE)):
+        nats -= math.fsum(found.log for found in scorer.likelihoods(block))
+        tokens += sum(len(one.tokens) for one in block)
+    if not tokens:
         raise DataError("no document has a token to predict")
-    nats = -math.fsum(found.log for found in scorer.likelihoods(asked))
-    tokens, text_bytes = sum(len(one.tokens) for one in asked), sum(map(_bytes, documents))
+    text_bytes = sum(map(_bytes, documents))
     return {
         "documents": len(documents),
         "tokens": tokens,

@@ -51,7 +51,8 @@ def of_words(examples: Sequence[Example], scores: Scores) -> Figures:
     """Return the share of words that greedy decoding yields, and the perplexity of a word."""
     loss = mean_of([-found.log for (found,) in scores])
     perplexity = math.exp(loss.value) if loss.value < 700 else math.inf
-    stderr = None if loss.stderr is None else perplexity * loss.stderr
+    known = loss.stderr is not None and math.isfinite(perplexity)
+    stderr = perplexity * (loss.stderr or 0.0) if known else None
     return {
         "accuracy": mean_of([float(found.greedy) for (found,) in scores]),
         "perplexity": Estimate(value=perplexity, stderr=stderr),

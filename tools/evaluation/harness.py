@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,15 @@ from tools.evaluation.figures import BOOTSTRAP_SAMPLES, Estimate, Figures
 from tools.evaluation.task import read_lines
 
 PACKAGE = "lm_eval"
+OFFLINE = {
+    **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"),
+    "DISABLE_MULTIPROC": "1",
+}
+"""Environment of the packages.
+
+None looks for a model or a data set on the network, and the harness draws bootstrap samples in this
+process, not in one more for each core.
+"""
 NAMES = {"acc": "accuracy", "perplexity": "perplexity", "f1": "f1", "em": "exact_match"}
 """Our names of figures by the harness's, in the order of the paper's columns."""
 
@@ -72,8 +82,9 @@ def score(
         DataError: The harness cannot read a file.
     """
     harness, manager = _import()
-    with contextlib.redirect_stdout(sys.stderr), _failing_in_one_line():
-        tasks, left_out = _load(manager, files, cache)
+    with contextlib.redirect_stdout(sys.stderr):
+        with _failing_in_one_line():
+            tasks, left_out = _load(manager, files, cache)
         found = _evaluate(harness, manager, model, tasks, batch_size, limit) if tasks else {}
     return HarnessScores(
         version=str(getattr(harness, "__version__", "")),
@@ -86,7 +97,8 @@ def score(
 
 
 def _import() -> tuple[Any, Any]:
-    """Return the package and its task manager."""
+    """Return the package and its task manager, which look for nothing on the network."""
+    os.environ.update(OFFLINE)
     try:
         harness: Any = importlib.import_module(PACKAGE)
         importlib.import_module(f"{PACKAGE}.models.huggingface")
@@ -178,7 +190,7 @@ def local_task(name: str, file: Path, cache: Path) -> dict[str, Any]:
         "fewshot_split": None,
         "test_split": "test",
     }
-    first = next(islice(read_lines(file), 1), (0, {}))[1]
+    first = next(islice(read_lines(file), 1), ("", {}))[1]
     if "continuation" in first:
         task |= {"doc_to_text": "{{context}}", "doc_to_target": "{{' ' + continuation}}"}
         task["doc_to_decontamination_query"] = "{{context}}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron.errors import DataError
+from megatron.errors import CheckpointError, DataError
 from tools.evaluation.example import Ending, Example
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Scorer:
         return self.tokenizer.encode("") or [self.tokenizer.eod]
 
     def score(self, examples: Sequence[Example]) -> tuple[list[list[Likelihood]], int]:
-        """Return the likelihood of every ending of every example, and the number of cut contexts.
+        """Return the likelihood of every ending of every example, and how many examples were cut.
 
         Contexts lose their beginning where context and ending exceed the length of the run's
         sequences.
@@ -61,7 +62,8 @@ class Scorer:
         asked = [whole.cut(self.length) for whole in wholes]
         found = iter(self.likelihoods(asked))
         scores = [[next(found) for _ in example.endings] for example in examples]
-        cut = sum(a.context != w.context for a, w in zip(asked, wholes, strict=True))
+        was_cut = iter([a.context != w.context for a, w in zip(asked, wholes, strict=True)])
+        cut = sum(any([next(was_cut) for _ in example.endings]) for example in examples)
         return scores, cut
 
     def likelihoods(self, asked: Sequence[Continuation]) -> list[Likelihood]:
@@ -69,6 +71,7 @@ class Scorer:
 
         Raises:
             DataError: A token is beyond the vocabulary of the model.
+            CheckpointError: The model computes NaN, as weights of a run that diverged do.
         """
         from megatron.model.likelihood import likelihoods
 
@@ -78,7 +81,10 @@ class Scorer:
                 f"token {largest}, but the model knows {self._model.vocab_size}; the tokenizer is "
                 "not the one it was trained with"
             )
-        return likelihoods(self._model, asked, batch_size=self.batch_size)
+        found = likelihoods(self._model, asked, batch_size=self.batch_size)
+        if any(math.isnan(one.log) for one in found):
+            raise CheckpointError(f"{self.saved.step}: the model computes NaN; give another step")
+        return found
 
     def _tokens(self, ending: Ending, where: str) -> Continuation:
         """Return the tokens to predict, which the ending adds to its context.
@@ -87,8 +93,11 @@ class Scorer:
         """
         from megatron.model.likelihood import Continuation
 
-        context = self.tokenizer.encode(ending.context)
-        whole = self.tokenizer.encode(ending.context + ending.text)
+        try:
+            context = self.tokenizer.encode(ending.context)
+            whole = self.tokenizer.encode(ending.context + ending.text)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
         shared = 0
         while shared < min(len(context), len(whole)) and context[shared] == whole[shared]:
             shared += 1

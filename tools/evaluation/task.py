@@ -42,12 +42,12 @@ def read_examples(path: Path, read: Reader, *, limit: int | None = None) -> list
 
 
 def _examples(path: Path, read: Reader) -> Iterator[Example]:
-    for number, line in read_lines(path):
-        yield read(line, f"{path}:{number}")
+    for where, line in read_lines(path):
+        yield read(line, where)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines with their line numbers, from 1.
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place, FILE:NUMBER, and the object of each line of a file of JSON lines.
 
     Raises:
         DataError: The file cannot be read or has a line that is no JSON object.
@@ -57,10 +57,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     files = find_inputs([str(path)], log=lambda text: None)
     for batch in read_batches(files, keys=(), text_unit="line"):
         for number, record in batch.records:
-            where = f"{path}:{number}"
+            where = f"{batch.source}:{number}"
             if not isinstance(record, bytes):
                 raise DataError(f"{where}: not a line of JSON")
-            yield number, _parsed(record, where)
+            yield where, _parsed(record, where)
 
 
 def _parsed(record: bytes, where: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 # Needs root and iproute2 (ip, tc). The namespaces share one bridge; each rank's link is shaped in
 # both directions, as an Ethernet cable to a switch is.
 #   --ranks N      ranks                                            (2)
-#   --node-ranks N    ranks in each namespace, which reach each other without a link    (1)
+#   --node-ranks N  ranks in each namespace, which reach each other without a link    (1)
 #   --rate RATE    of each link, as tc writes it; none: no limit    (800mbit)
 #   --delay DELAY  of each link, one way: a packet from rank to rank crosses two links    (0ms)
 #   --out FOLDER   output of ranks 1.. (rank-R.log) and counters.json    (a new temporary folder)
@@ -181,7 +181,8 @@ launch() { # RANK COMMAND...
   local rank=$1
   shift
   exec ip netns exec "$me-$((rank - rank % node_ranks))" env RANK="$rank" WORLD_SIZE="$ranks" \
-    LOCAL_RANK=$((rank % node_ranks)) LOCAL_WORLD_SIZE="$node_ranks" MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 GLOO_SOCKET_IFNAME=net0 "$@"
+    LOCAL_RANK=$((rank % node_ranks)) LOCAL_WORLD_SIZE="$node_ranks" MASTER_ADDR=10.77.0.1 \
+    MASTER_PORT=29500 GLOO_SOCKET_IFNAME=net0 "$@"
 }
 
 launch_all() { # COMMAND...: by mpiexec, whose processes are outside; a rank enters its namespace

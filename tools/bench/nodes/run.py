@@ -182,9 +182,10 @@ def as_markdown(found: Mapping[str, Sequence[NodeRow]], *, load: str) -> str:
     """Return the page; `load` is the machine's at the start."""
     note = (
         "Step: median over all rounds of the steps after the first ones, of the program itself; "
-        f"all ranks share the cores of one machine, whose load was {load} at the start. MB sent: by the interface of a node in a step, mean of both nodes. "
-        "Expected: along a ring of all ranks what one rank sends, after the mean within a node "
-        "2 (m - 1) / m of the vector for m nodes. / dense-bf16: over the step of the first row."
+        f"all ranks share the cores of one machine, whose load was {load} at the start. MB sent: "
+        "by the interface of a node in a step, mean of both nodes. Expected: along a ring of all "
+        "ranks what one rank sends, after the mean within a node 2 (m - 1) / m of the vector for m "
+        "nodes. / dense-bf16: over the step of the first row."
     )
     lines = [*textwrap.wrap(note, width=100), ""]
     for network, rows in found.items():
