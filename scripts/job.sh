@@ -119,9 +119,9 @@ step=$(saved_step)
 reason=$(why_not_again "$code" "$step")
 if [[ -n $reason ]]; then
   ((code == 0)) || say "not requeued: $reason"
-elif scontrol requeue "$SLURM_JOB_ID"; then
-  say "exit code $code at step $step, from step $began: requeued"
 else
-  say "exit code $code at step $step, but Slurm refused to requeue; submit the job again"
+  # Said first: Slurm ends this script as soon as it has requeued the job.
+  say "exit code $code at step $step, from step $began: requeueing"
+  scontrol requeue "$SLURM_JOB_ID" || say "Slurm refused to requeue; submit the job again"
 fi
 exit "$code"

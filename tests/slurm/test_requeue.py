@@ -29,7 +29,7 @@ CASES = {
         plan="75+:SIGUSR1,6+,75+:exit-duration,0",
         code=0,
         restarts=3,
-        words="exit code 6 at step 20, from step 10: requeued",
+        words="exit code 6 at step 20, from step 10: requeueing",
     ),
     "stuck": RequeueCase(
         plan="75+,6,6", code=6, restarts=2, words="2 start(s) in a row brought nothing newer"
