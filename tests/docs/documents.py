@@ -77,9 +77,14 @@ def spoken_commands(page: Path) -> list[Command]:
     return list(found.values())
 
 
+def fences(page: Path, label: str) -> list[str]:
+    """Return what stands between fences of a language on a page, in order."""
+    return re.findall(rf"^```{label}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+
+
 def python_fences(page: Path) -> list[str]:
     """Return the Python code of a page, in order."""
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    return fences(page, "python")
 
 
 def _is_command(span: str) -> bool:

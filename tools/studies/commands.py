@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 from megatron.tasks.translation_config import TranslationConfig
 from megatron.tasks.vision_config import VisionConfig
 from pretrain_gpt import GRADIENT_PATHS
-from tools.studies.declaration import DeclaredRun, DeclaredStudy, FlagValue
+from tools.studies.declaration import DeclaredRun, DeclaredStudy, FlagValue, Score
 
 TASKS: Mapping[str, type[Config]] = {
     "pretrain_gpt.py": GPTConfig,
@@ -80,6 +80,17 @@ class Commands:
     def data_parallel(self, run: DeclaredRun) -> int:
         """Return the data-parallel size of a run."""
         return self.config(run).data_parallel_size(run.ranks)
+
+    def file_of(self, score: Score) -> str:
+        """Return the file on which a score is computed."""
+        return score.file.replace(DATA, str(self._data))
+
+    def check_scores(self) -> None:
+        """Raise `ConfigError` if the file of a score is missing, before hours of training."""
+        for score in self._study.scores:
+            if not Path(self.file_of(score)).is_file():
+                where = f"{self._study.path}: scores.{score.name}.file"
+                raise ConfigError(f"{where}: {self.file_of(score)} is no file")
 
     def digest(self, run: DeclaredRun) -> str:
         """Return a digest of what a study file and the configuration that it names say of a run.

@@ -29,6 +29,7 @@ import yaml
 
 from megatron.config.fields import nearest
 from megatron.errors import ConfigError
+from tools.evaluate import BITS_PER_BYTE, TASKS
 
 Scalar = str | int | float | bool
 FlagValue = Scalar | list[Scalar]
@@ -44,9 +45,13 @@ TOP = (
     "reference",
     "runs",
     "pairs",
+    "scores",
 )
 RUN = ("flags", "grid", "fork", "ranks", "seeds", "tokens")
 FORK = ("run", "step")
+SCORE = ("task", "file", "figure")
+EVALUATED = (*TASKS, BITS_PER_BYTE)
+"""Tasks of tools/evaluate.py."""
 RESERVED = ("seed", "run-dir", "load", "save", "ckpt-step", "exit-interval", "help", "help-compat")
 """Flags that the study sets for each run."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -61,6 +66,16 @@ class Fork:
 
     run: str
     step: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure of the trained model: `tools/evaluate.py` computes it on `file` for `task`."""
+
+    name: str
+    task: str
+    file: str
+    figure: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +109,9 @@ class DeclaredStudy:
     """A study: runs in the order in which they are made, and what is compared.
 
     `baseline` is the group whose loss is subtracted, seed by seed, and `reference` the group to
-    whose bytes all are related. `pairs` are groups whose difference is reported. `vocabulary` is
-    the size of the tokenizer that is trained on the text of the study, None if the flags name data
-    that exist.
+    whose bytes all are related. `pairs` are groups whose difference is reported. `scores` are
+    figures of every model. `vocabulary` is the size of the tokenizer that is trained on the text of
+    the study, None if the flags name data that exist.
     """
 
     path: Path
@@ -107,6 +122,7 @@ class DeclaredStudy:
     baseline: str
     reference: str | None
     pairs: tuple[tuple[str, str], ...]
+    scores: tuple[Score, ...] = ()
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -196,6 +212,7 @@ def _study(path: Path, content: Mapping[str, Any]) -> DeclaredStudy:
         baseline=baseline,
         reference=None if reference is None else str(reference),
         pairs=tuple(_pairs(content.get("pairs", []), groups)),
+        scores=tuple(_scores(_mapping("scores", content.get("scores", {})))),
     )
 
 
@@ -279,6 +296,20 @@ def _pairs(value: Any, groups: Mapping[str, object]) -> Iterator[tuple[str, str]
         for name in pair:
             _require_group(where, str(name), groups)
         yield str(pair[0]), str(pair[1])
+
+
+def _scores(content: Mapping[str, Any]) -> Iterator[Score]:
+    for name, settings in content.items():
+        where = f"scores.{name}"
+        given = _mapping(where, settings)
+        _refuse_unknown(where, given, SCORE)
+        for key in SCORE:
+            if key not in given:
+                raise ConfigError(f"{where}.{key}: is missing")
+        score = Score(str(name), *(_text(f"{where}.{key}", given[key]) for key in SCORE))
+        if score.task not in EVALUATED:
+            raise ConfigError(f"{where}.task: {score.task}{nearest(score.task, EVALUATED)}")
+        yield score
 
 
 def _fork(where: str, value: Any) -> Fork | None:

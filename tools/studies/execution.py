@@ -8,12 +8,14 @@ for each run lets several processes, such as the tasks of a Slurm array, share o
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +24,12 @@ from megatron.errors import ConfigError, NumericsError, SparsetronError
 from megatron.metrics.log_line import duration
 from megatron.status import read_status, replace_text
 from tools.studies.commands import Commands
-from tools.studies.declaration import DeclaredRun, DeclaredStudy
+from tools.studies.declaration import DeclaredRun, DeclaredStudy, Score
 from tools.studies.rows import StudyRow, read_rows, row_of, write_row
 
 REPO = Path(__file__).resolve().parents[2]
 LAUNCH = REPO / "scripts" / "launch.sh"
+EVALUATE = REPO / "tools" / "evaluate.py"
 NOT_HANDED_ON = ("CONFIG", "GRAD_PATH", "NODES", "PROGRAM", "TIME")
 """Variables of launch.sh that would change what a study declares."""
 POLL_SECONDS = 0.5
@@ -51,15 +54,46 @@ class Launcher:
         The run holds the file descriptor `lock`, so that one that outlives a killed study keeps
         others away from its folder.
         """
-        with open(console, "ab") as stream:
+        command = [str(LAUNCH), "--", *flags]
+        environment = self._environment(ranks, folder)
+        return self._ended(command, console=console, lock=lock, environment=environment)
+
+    def evaluate(self, score: Score, file: str, folder: Path, *, console: Path, lock: int) -> float:
+        """Return a score of the model of a run, which is computed on `file`.
+
+        Raises `ConfigError` if the tool fails, or its output has no such figure.
+        """
+        out = console.with_suffix(f".{score.name}.json")
+        command = [sys.executable, str(EVALUATE), str(folder), file, "--task", score.task, "--json"]
+        code = self._ended(command, console=console, lock=lock, output=out)
+        if code:
+            raise ConfigError(f"scores.{score.name}: exit code {code}; see {console}")
+        found = json.loads(out.read_text(encoding="utf-8"))
+        value = found.get(score.figure)
+        if not isinstance(value, int | float):
+            known = ", ".join(name for name in found if isinstance(found[name], int | float))
+            raise ConfigError(f"scores.{score.name}.figure: {score.figure}; must be one of {known}")
+        return value
+
+    def _ended(
+        self,
+        command: Sequence[str],
+        *,
+        console: Path,
+        lock: int,
+        environment: Mapping[str, str] | None = None,
+        output: Path | None = None,
+    ) -> int:
+        """Run a command that `stop` can end, and return its exit code."""
+        with open(console, "ab") as stream, open(output or os.devnull, "wb") as out:
             with self._lock:
                 if self.stopping:
                     return 130
                 process = subprocess.Popen(
-                    [str(LAUNCH), "--", *flags],
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    env=self._environment(ranks, folder),
+                    command,
+                    stdout=out if output else stream,
+                    stderr=stream,
+                    env=environment,
                     pass_fds=(lock,),
                     start_new_session=True,  # Ctrl-C reaches runs once, through `stop`
                 )
@@ -138,6 +172,7 @@ class Execution:
 
     def run_all(self, wanted: Sequence[DeclaredRun], done: Collection[str]) -> list[str]:
         """Run all of `wanted` that are not `done`; return the names of those that failed."""
+        self._commands.check_scores()
         waiting = [run for run in wanted if run.name not in done]
         self._log(f"{len(wanted) - len(waiting)} of {len(wanted)} runs are done")
         failed: list[str] = []
@@ -201,7 +236,7 @@ class Execution:
                 raise ConfigError(f"exit code {code}; see {self._console(run)}")
             if code == 0 and not self._is_finished(run):
                 raise ConfigError(f"left before its last step; see {self._console(run)}")
-            row = self._row(run, code)
+            row = self._row(run, code, {} if code else self._scores(run, lock))
             write_row(self._row_file(run), row)
             return row
 
@@ -282,7 +317,17 @@ class Execution:
         steps = self._commands.steps(run)
         return status is not None and status.state == "done" and status.iteration == steps
 
-    def _row(self, run: DeclaredRun, code: int) -> StudyRow:
+    def _scores(self, run: DeclaredRun, lock: int) -> dict[str, float]:
+        folder, console = self._commands.folder(run), self._console(run)
+        found: dict[str, float] = {}
+        for score in self._study.scores:
+            file = self._commands.file_of(score)
+            found[score.name] = self._launcher.evaluate(
+                score, file, folder, console=console, lock=lock
+            )
+        return found
+
+    def _row(self, run: DeclaredRun, code: int, scores: Mapping[str, float]) -> StudyRow:
         return row_of(
             self._commands.folder(run),
             name=run.name,
@@ -294,6 +339,7 @@ class Execution:
             exit_code=code,
             first_step=1 if run.fork is None else run.fork.step + 1,
             clip=self._commands.config(run).optimizer.clip_grad,
+            scores=scores,
         )
 
     def _row_file(self, run: DeclaredRun) -> Path:

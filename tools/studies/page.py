@@ -146,6 +146,11 @@ def group_cells(report: StudyReport) -> list[list[str]]:
     return [_cells(group, report) for group in report.groups]
 
 
+def columns(report: StudyReport) -> list[str]:
+    """Return the heads of the table of groups: those of `COLUMNS`, and the study's scores."""
+    return [*COLUMNS[:-1], *(score.name for score in report.study.scores), COLUMNS[-1]]
+
+
 def _cells(group: SeedGroup, report: StudyReport) -> list[str]:
     sending = [each for each in report.groups if each.payload]
     beaten = beaten_by(group, sending, BYTES.measure) if group.payload else None
@@ -160,6 +165,8 @@ def _cells(group: SeedGroup, report: StudyReport) -> list[str]:
     cells += ["" if group.gap is None or is_baseline else f"{group.gap:+.4f}"]
     own = "" if group.error_is_own else "~"
     cells += ["" if group.error is None or is_baseline else f"{own}{group.error:.4f}"]
+    for score in report.study.scores:
+        cells += [f"{group.scores[score.name]:.4f}" if score.name in group.scores else ""]
     return [*cells, "" if beaten is None else ", ".join(beaten) or "none"]
 
 
@@ -210,9 +217,11 @@ def as_markdown(report: StudyReport) -> str:
     """Return the tables as Markdown, with the pictures of the folder."""
     lines = [f"{OPENING}{report.study.path.name}`. {note(report)[0]}", ""]
     lines += [text for extra in note(report)[1:] for text in (extra, "")]
-    lines += _markdown_table(COLUMNS, group_cells(report), texts={0, len(COLUMNS) - 1})
+    lines += markdown_table(
+        columns(report), group_cells(report), texts={0, len(columns(report)) - 1}
+    )
     if report.pairs:
-        lines += ["", *_markdown_table(PAIR_COLUMNS, pair_cells(report), texts={0, 4})]
+        lines += ["", *markdown_table(PAIR_COLUMNS, pair_cells(report), texts={0, 4})]
     lines += [""]
     if can_draw():
         pictures = pictures_of(report).items()
@@ -220,9 +229,10 @@ def as_markdown(report: StudyReport) -> str:
     return "\n".join(lines)
 
 
-def _markdown_table(
+def markdown_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: set[int]
 ) -> list[str]:
+    """Return the lines of a table; columns in `texts` are aligned to the left."""
     rule = "|".join("---" if place in texts else "---:" for place in range(len(head)))
     return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
@@ -231,7 +241,7 @@ def as_html(report: StudyReport, pictures: dict[str, ParetoPicture | GapPicture]
     """Return the report as a complete HTML document."""
     body = [f"<header><h1>{escape(report.study.title)}</h1></header>"]
     body += [f'<p class="card">{escape(text)}</p>' for text in note(report)]
-    body += [table_card("Runs", group_cells(report), head=COLUMNS)]
+    body += [table_card("Runs", group_cells(report), head=columns(report))]
     body += [table_card("Pairs", pair_cells(report), head=PAIR_COLUMNS)]
     body += [chart_cards(list(pictures.values()))]
     return document(report.study.title, body, written=timestamp(time.time()))

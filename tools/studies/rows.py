@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class StudyRow:
         peak_memory: Largest peak memory of rank 0, in bytes.
         curve: (last step, mean training loss) of each part of the run.
         commit, processor: Where the run was made.
+        scores: Figures of the trained model that the study asks for, by name.
     """
 
     name: str
@@ -64,6 +65,7 @@ class StudyRow:
     curve: Sequence[tuple[int, float]]
     commit: str
     processor: str
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def line(self) -> str:
@@ -90,6 +92,7 @@ def row_of(
     exit_code: int,
     first_step: int,
     clip: float,
+    scores: Mapping[str, float],
 ) -> StudyRow:
     """Return the row of the run in `folder`, whose steps before `first_step` are another run's.
 
@@ -135,6 +138,7 @@ def row_of(
         curve=curve(run),
         commit=str(run.environment.get("commit", "")),
         processor=str(run.environment.get("processor", "")),
+        scores=scores,
     )
 
 
@@ -179,9 +183,10 @@ def write_rows(path: Path, rows: Iterable[StudyRow]) -> None:
 def _row(where: str, line: bytes) -> StudyRow:
     try:
         content = dict(json.loads(line))
-        known = {field.name for field in fields(StudyRow)}
+        known = {each.name for each in fields(StudyRow)}
         if digest(content) != content["sha256"]:
             raise ConfigError(f"{where}: the row was changed: its sha256 is another")
+        content.setdefault("scores", {})  # not in rows of before there were scores
         return StudyRow(**{key: content[key] for key in known})
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{where}: no row of a study: {error!r}") from None

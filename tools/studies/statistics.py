@@ -25,7 +25,8 @@ class SeedGroup:
     `losses` are validation losses by seed, `gaps` those less the loss of the baseline's run of the
     same seed. `error` is the standard error of the mean gap; with one seed it is that of one run by
     the scatter of all groups that have several (`error_is_own` False), None without any. `bytes`,
-    `density`, `step_seconds` and `clipped` are means over seeds, `peak_memory` the largest.
+    `density`, `step_seconds`, `clipped` and `scores` are means over seeds, `peak_memory` the
+    largest.
     """
 
     name: str
@@ -40,6 +41,7 @@ class SeedGroup:
     peak_memory: float
     clipped: float
     failed: int
+    scores: Mapping[str, float]
 
     @property
     def loss(self) -> float | None:
@@ -200,6 +202,8 @@ def _group(
     scatter: float | None,
 ) -> SeedGroup:
     error = standard_error(list(gaps.values())) if len(gaps) > 1 else scatter
+    scored = [row for row in rows if row.scores]
+    names = scored[0].scores if scored else ()
     return SeedGroup(
         name=name,
         ranks=rows[0].ranks,
@@ -213,4 +217,5 @@ def _group(
         peak_memory=max(row.peak_memory for row in rows),
         clipped=statistics.fmean(row.clipped for row in rows),
         failed=sum(row.valid_loss is None for row in rows),
+        scores={name: statistics.fmean(row.scores[name] for row in scored) for name in names},
     )

@@ -1,0 +1,198 @@
+"""The communication track: its leaderboard, its committed rows, and an entry of one's own."""
+
+from __future__ import annotations
+
+import bz2
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.docs.documents import REPO, fences, python_fences
+from tests.studies.files import row
+from tools.bench.common.page_files import PAGE, RESULTS
+from tools.bench.track import leaderboard, step_times
+from tools.bench.track.leaderboard import SURE, Target, standings_of, target_of
+from tools.bench.track.step_times import FILE, TIER, StepTime, read_times
+from tools.studies.commands import Commands
+from tools.studies.declaration import read_study
+from tools.studies.rows import StudyRow, read_rows, write_rows
+
+PAGE_OF_PATHS = REPO / "docs" / "extending.md"
+ENTRY = "randomk_0.1-seed1"
+
+
+def rows() -> list[StudyRow]:
+    dense = [row("dense_bf16", seed, 4.0 + 0.01 * (seed % 2)) for seed in range(1, 9)]
+    near = [row("dense_int8", seed, 4.02) for seed in (1, 2)]
+    far = [row("powersgd_4", seed, 4.2, sent=10.0) for seed in (1, 2)]
+    return [*dense, *near, *far]
+
+
+def test_an_entry_reaches_the_target_by_the_sigma_of_the_baseline() -> None:
+    target = target_of(read_study(TIER), rows())
+    assert target is not None and target.seeds == 8
+    assert target.loss == pytest.approx(4.055) and target.sigma == pytest.approx(0.005345, rel=1e-3)
+    assert Target(loss=4.0, sigma=0.02, seeds=8).sureness([3.98, 3.99, 3.98, 3.99]) == pytest.approx(
+        1.5
+    )
+    assert target_of(read_study(TIER), rows()[:1]) is None
+
+
+def test_entries_that_reach_the_target_are_ranked_by_the_time_of_a_run() -> None:
+    def times(**seconds: float) -> dict[str, StepTime]:
+        return {
+            name: StepTime(entry=name, seconds=value, reported=1.0, counted=1.0)
+            for name, value in seconds.items()
+        }
+
+    study = read_study(TIER)
+    fast = {"200mbit": times(dense_bf16=6.0, dense_int8=3.0, powersgd_4=1.0)}
+    found = standings_of(study, rows(), fast)
+    assert [each.group.name for each in found] == ["dense_int8", "dense_bf16", "powersgd_4"]
+    assert [each.reaches for each in found] == [True, True, False]
+    assert all((each.sureness or 0.0) >= SURE for each in found[:2])
+    # Rows have 10 steps; those before the path begins are as long as dense ones.
+    (entry,) = [run for run in study.runs if run.name == "powersgd_4-seed1"]
+    entry = replace(entry, flags={**entry.flags, "powersgd-start-iter": 4})
+    assert leaderboard.run_seconds(entry, "dense_bf16", fast["200mbit"], 10) == 4 * 6.0 + 6 * 1.0
+
+
+def test_the_committed_leaderboard_follows_from_the_rows(tmp_path: Path) -> None:
+    study, folder = read_study(TIER), TIER.parent
+    found = read_rows(leaderboard.RESULTS)
+    commands = Commands(study, Path("runs"), Path("data"))
+    assert {each.name: each.settings for each in found} == {
+        run.name: commands.digest(run)
+        for run in study.runs
+        if run.name in {each.name for each in found}
+    }
+    assert all(set(each.scores) == {score.name for score in study.scores} for each in found)
+    (tmp_path / PAGE).write_text((folder / PAGE).read_text("utf-8"), encoding="utf-8")
+    assert leaderboard.main(["--out", str(tmp_path)]) == 0
+    for name in (PAGE, RESULTS):
+        assert (tmp_path / name).read_text("utf-8") == (folder / name).read_text("utf-8"), name
+
+
+@pytest.mark.parametrize(
+    ("tool", "flags", "words"),
+    [
+        (leaderboard.main, ["--results", "absent.jsonl"], "--results: absent.jsonl has no row"),
+        (step_times.main, ["--entries", "powersgd"], "--entries powersgd: must be one of"),
+        (step_times.main, ["--rounds", "0"], "--rounds 0: must be at least 1"),
+    ],
+)
+def test_wrong_flags_are_one_line(
+    tool: Callable[[list[str]], int],
+    flags: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert tool(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_a_path_written_from_the_documents_enters_with_one_command(tmp_path: Path) -> None:
+    repo = tmp_path / "repository"
+    _copy_with_the_path(repo)
+    _shorten_the_tier(repo / "tools" / "bench" / "track" / "tier_s.yaml")
+    text, data, results = tmp_path / "text", tmp_path / "data", tmp_path / "rows.jsonl"
+    _write_texts(text, data)
+    environment = {**os.environ, "PYTHONPATH": str(repo)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=repo, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    tier = ["tools/study.py", "tools/bench/track/tier_s.yaml", "--data", str(data)]
+    tier += ["--work", str(tmp_path / "work"), "--results", str(results)]
+    run(*tier, "--text-folder", str(text), "--only", ENTRY)
+    run(*tier, "--report", "--out", str(tmp_path))  # collects the row
+    (found,) = read_rows(results)
+    assert (found.name, found.exit_code, found.data_parallel) == (ENTRY, 0, 4)
+    assert found.valid_loss is not None and 0.05 < found.density < 0.2
+    assert 0 < found.scores["bits_per_byte"] < 20 and 0 <= found.scores["blimp"] <= 1
+    board = ["-m", "tools.bench.track.leaderboard", "--results", str(results)]
+    assert f"| randomk_0.1 | 1 | {found.valid_loss:.4f} |" in run(*board, "--out", str(tmp_path))
+
+
+def _copy_with_the_path(repo: Path) -> None:
+    """Copy the program, and do in the copy what the page says."""
+    for name in ("megatron", "radius", "samo", "tools", "scripts"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.png", "*.jsonl")
+        shutil.copytree(REPO / name, repo / name, ignore=ignored)
+    for script in REPO.glob("pretrain_*.py"):
+        shutil.copy(script, repo)
+    first_half = PAGE_OF_PATHS.read_text("utf-8").split("\n## Write a task")[0]
+    codes = [code for code in python_fences(PAGE_OF_PATHS) if code in first_half]
+    (repo / "randomk.py").write_text("\n\n".join(codes), encoding="utf-8")
+    program = repo / "pretrain_gpt.py"
+    content = program.read_text(encoding="utf-8")
+    for line, before in (
+        ("from randomk import RandomKPath\n", "from samo.path"),
+        ("        RandomKPath(),\n", "        DilocoPath(),"),
+    ):
+        assert line.strip() in first_half and content.count(before) == 1
+        content = content.replace(before, line + before)
+    program.write_text(content, encoding="utf-8")
+
+
+def _shorten_the_tier(tier: Path) -> None:
+    """Add the entry of the page, and take two steps of eight short sequences."""
+    (entry,) = [text for text in fences(PAGE_OF_PATHS, "yaml") if "randomk_0.1:" in text]
+    content = tier.read_text(encoding="utf-8") + entry
+    for key, value in (
+        ("vocabulary", 300),
+        ("  seq-length", 16),
+        ("  global-batch-size", 8),
+        ("  eval-iters", 1),
+        ("  save-interval", "none"),
+        ("  keep-last", "none"),
+        ("tokens", 256),
+    ):
+        content, count = re.subn(rf"(?m)^{key}: .*$", f"{key}: {value}", content)
+        assert count == 1, key
+    tier.write_text(content, encoding="utf-8")
+
+
+def _write_texts(text: Path, data: Path) -> None:
+    text.mkdir()
+    data.mkdir()
+    words = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for kind in ("train", "valid"):
+        (text / f"{kind}.jsonl").write_text(json.dumps({"text": words}) + "\n", encoding="utf-8")
+    line = {"paradigm": "order", "phenomenon": "order", "good": "It is here.", "bad": "It here is."}
+    for name, content in (("valid.jsonl.bz2", {"text": words}), ("blimp-200.jsonl.bz2", line)):
+        packed = bz2.compress((json.dumps(content) + "\n").encode())
+        (data / name).write_bytes(packed)
+
+
+def test_step_times_are_read_by_rate_and_entry(tmp_path: Path) -> None:
+    entry = {"entry": "dense_bf16", "seconds": 0.5, "reported": 8.0, "counted": None}
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"load at start": "0.0", "networks": {"none": [entry]}}), "utf-8")
+    assert read_times(path)["none"]["dense_bf16"].seconds == 0.5
+    assert read_times(tmp_path / "absent.json") == {}
+    for by_entry in read_times(FILE).values():
+        for each in by_entry.values():
+            # Fewer than 1 % are other packets, such as those of gloo's rendezvous.
+            assert each.counted is None or each.counted == pytest.approx(each.reported, rel=0.03)
+
+
+def test_rows_of_seeds_that_failed_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [*rows(), row("dense_int4", 1, None)])
+    found = standings_of(read_study(TIER), read_rows(path), {})
+    (failed,) = [each for each in found if each.group.name == "dense_int4"]
+    assert not failed.reaches and failed.sureness is None and found[-1] is failed
