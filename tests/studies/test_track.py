@@ -40,9 +40,9 @@ def test_an_entry_reaches_the_target_by_the_sigma_of_the_baseline() -> None:
     target = target_of(read_study(TIER), rows())
     assert target is not None and target.seeds == 8
     assert target.loss == pytest.approx(4.055) and target.sigma == pytest.approx(0.005345, rel=1e-3)
-    assert Target(loss=4.0, sigma=0.02, seeds=8).sureness([3.98, 3.99, 3.98, 3.99]) == pytest.approx(
-        1.5
-    )
+    assert Target(loss=4.0, sigma=0.02, seeds=8).sureness(
+        [3.98, 3.99, 3.98, 3.99]
+    ) == pytest.approx(1.5)
     assert target_of(read_study(TIER), rows()[:1]) is None
 
 

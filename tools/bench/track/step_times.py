@@ -106,8 +106,9 @@ def measure(
             if number == 0:  # bytes do not depend on the round
                 reported[name] = statistics.fmean(found.steps["bytes_sent"][before:])
                 _, earlier = train(study, entry, network, data, steps=before)
-                known = sent is not None and earlier is not None
-                counted[name] = (sent - earlier) / PERIOD if known else None
+                counted[name] = None
+                if sent is not None and earlier is not None:
+                    counted[name] = (sent - earlier) / PERIOD
             median = 1e3 * statistics.median(seconds[name])
             print(f"{network}: {name}: {median:.0f} ms", flush=True)
     return [
