@@ -50,6 +50,7 @@ BY_THE_PROGRAM = {
     "tests/golden/test_golden.py",
     "tests/snapshots/test_snapshots.py",
     "tests/studies/test_execution.py::test_a_real_study_is_made_in_two_starts_and_reported",
+    "tests/studies/test_execution.py::test_each_finished_model_is_scored",
     "tests/tools/test_doctor.py",
     "tests/tools/test_harness_agreement.py",
 }

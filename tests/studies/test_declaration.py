@@ -87,6 +87,17 @@ def test_grids_multiply_and_may_hold_lengths(tmp_path: Path) -> None:
         ("    ranks: 2", "    flags: {grad-wire: fp32}", "flags.grad-wire: the grid gives it too"),
         ("baseline: dense", "reference: dense", "reference: dense runs on one rank"),
         ("mock-data: true", "help: true", "flags.help: the study sets it for each run"),
+        ("runs:", "scores: {b: {task: blimp, file: f}}\nruns:", "scores.b.figure: is missing"),
+        (
+            "runs:",
+            "scores: {b: {tasks: blimp}}\nruns:",
+            "scores.b.tasks: no such key; did you mean",
+        ),
+        (
+            "runs:",
+            "scores: {b: {task: blim, file: f, figure: accuracy}}\nruns:",
+            "scores.b.task: blim; did you mean blimp?",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_by_key(tmp_path: Path, old: str, new: str, message: str) -> None:

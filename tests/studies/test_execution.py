@@ -128,6 +128,33 @@ def test_a_failed_run_is_told_and_can_be_made_alone(tmp_path: Path) -> None:
     assert launcher.starts == ["dense_bf16-seed1"] and list(execution.done) == NAMES
 
 
+def test_each_finished_model_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = f"scores: {{b: {{task: blimp, file: '{tmp_path}/f', figure: accuracy}}}}\nruns:"
+    path = write_study(tmp_path, ("runs:", score))
+    tool = tmp_path / "evaluate.py"
+    monkeypatch.setattr(execution_module, "EVALUATE", tool)
+    only = ["dense-seed1"]
+    with pytest.raises(ConfigError, match=r"scores.b.file: .*/f is no file"):
+        execute(path, PretendedRuns(path), only)
+    (tmp_path / "f").touch()
+    for text, problem in (
+        ("import sys; sys.exit('error: bad line')", "scores.b: exit code 1; see "),
+        ("print('{\"examples\": 3}')", "scores.b.figure: accuracy; must be one of examples"),
+    ):
+        tool.write_text(text, encoding="utf-8")
+        failed, lines, _ = execute(path, PretendedRuns(path), only)
+        assert failed == only and problem in lines[-1]
+    assert "error: bad line" in (tmp_path / "work" / "console" / "dense-seed1.txt").read_text()
+    told = "import json, sys; print(json.dumps({'accuracy': 0.5 + len(sys.argv)}))"
+    tool.write_text(told, encoding="utf-8")
+    again = PretendedRuns(path)
+    failed, _, execution = execute(path, again, only)
+    # Trained once: what failed was the scoring. Run, file, --task, blimp and --json.
+    assert failed == [] and again.starts == []
+    assert execution.done["dense-seed1"].scores == {"b": 6.5}
+    assert read_rows(tmp_path / "work" / "rows" / "dense-seed1.json")[0].scores == {"b": 6.5}
+
+
 def test_numbers_that_went_wrong_are_a_result(tmp_path: Path) -> None:
     path = write_study(tmp_path)
     launcher = PretendedRuns(path)

@@ -73,6 +73,7 @@ def row_from(folder: Path, *, first_step: int) -> StudyRow:
         exit_code=0,
         first_step=first_step,
         clip=1.0,
+        scores={},
     )
 
 

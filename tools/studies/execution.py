@@ -63,6 +63,7 @@ class Launcher:
 
         Raises `ConfigError` if the tool fails, or its output has no such figure.
         """
+        console.parent.mkdir(parents=True, exist_ok=True)
         out = console.with_suffix(f".{score.name}.json")
         command = [sys.executable, str(EVALUATE), str(folder), file, "--task", score.task, "--json"]
         code = self._ended(command, console=console, lock=lock, output=out)
