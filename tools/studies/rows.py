@@ -42,6 +42,9 @@ class StudyRow:
         peak_memory: Largest peak memory of rank 0, in bytes.
         curve: (last step, mean training loss) of each part of the run.
         commit, processor: Where the run was made.
+
+    Rows of an earlier format, which were converted, have no `step_seconds`, `peak_memory`, `commit`
+    and `processor`, and those of several ranks no `density`.
     """
 
     name: str
@@ -56,11 +59,11 @@ class StudyRow:
     train_loss: float | None
     bytes: float
     most_bytes: float
-    density: float
+    density: float | None
     clipped: float
-    step_seconds: float
+    step_seconds: float | None
     seconds: float
-    peak_memory: float
+    peak_memory: float | None
     curve: Sequence[tuple[int, float]]
     commit: str
     processor: str
