@@ -31,7 +31,7 @@ STARTERS = {"subprocess", "multiprocessing"}
 BY_THE_PROGRAM = {
     "tests/bench/test_axonn_validation.py::"
     "test_smoke_compares_four_ranks_of_mpiexec_with_plain_pytorch",
-    "tests/bench/test_convergence.py::test_processes_tell_exit_codes_and_keep_what_was_said",
+    "tests/bench/test_training_runs.py::test_processes_tell_exit_codes_and_keep_what_was_said",
     "tests/bench/test_gpu_pipeline.py::test_a_run_that_fails_is_told",
     "tests/bench/test_gpu_pipeline.py::test_two_ranks_get_through_with_the_losses_of_one",
     "tests/bench/test_gradient_path.py::test_the_cost_of_a_sparse_step_is_measured",

@@ -36,7 +36,7 @@ from tools.bench.combination.settings import (
 )
 from tools.bench.combination.training import STEPS, TrainedRun, baselines, runs, train, trained
 from tools.bench.common.page_files import MARK, PAGE, RESULTS, read_results
-from tools.bench.convergence.rows import read_rows
+from tools.bench.common.rows import read_rows
 from tools.profile_memory import counted_network
 
 FOLDER = tool.FOLDER
@@ -214,7 +214,7 @@ class Fake:
         self.codes = codes or {}
         self.started: list[str] = []
 
-    def __call__(self, flags: Sequence[str], ranks: int, console: Path) -> int:
+    def __call__(self, flags: Sequence[str], console: Path) -> int:
         folder = Path(dict(zip(flags, flags[1:], strict=False))["--run-dir"])
         self.started.append(folder.name)
         code = self.codes.get(folder.name, 0)
@@ -299,8 +299,8 @@ def test_a_runner_that_stops_is_given_no_other_run(tmp_path: Path) -> None:
     class Stopping(Fake):
         stopping = False
 
-        def __call__(self, flags: Sequence[str], ranks: int, console: Path) -> int:
-            super().__call__(flags, ranks, console)
+        def __call__(self, flags: Sequence[str], console: Path) -> int:
+            super().__call__(flags, console)
             self.stopping = True
             return 75
 

@@ -11,7 +11,7 @@ from megatron.config import parse, resolve
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.common.page_files import PAGE, RESULTS
-from tools.bench.convergence.rows import read_rows
+from tools.bench.common.rows import read_rows
 from tools.bench.least_memory.run import (
     FOLDER,
     ROWS,

@@ -113,10 +113,6 @@ def test_a_row_names_a_target_or_a_reason(row: PaperRow) -> None:
 HANDS_ON = {
     "tools/bench/samo_path/run.py": "tools/bench/gradient_path/run.py",
     "tools/bench/samo_vision/run.py": "tools/bench/gradient_path/run.py",
-    "tools/bench/pruning/run.py": "tools/bench/convergence/run.py",
-    "tools/bench/pruning_rates/run.py": "tools/bench/convergence/run.py",
-    "tools/bench/state_precision/run.py": "tools/bench/convergence/run.py",
-    "tools/bench/rolling/run.py": "tools/bench/convergence/run.py",
 }
 """Programs that pass flags on, and the programs that know the flags."""
 

@@ -35,7 +35,20 @@ def test_the_page_shows_the_example() -> None:
 
 
 def test_results_are_committed() -> None:
-    assert {name_of(path) for path in WITH_ROWS} >= {"loss_by_bytes"}
+    found = {name_of(path) for path in WITH_ROWS}
+    assert found >= {"convergence", "loss_by_bytes", "pruning", "pruning_rates"}
+    assert found >= {"rolling", "state_precision"}
+
+
+def test_settings_of_radius_are_compared_at_equal_bytes() -> None:
+    study = read_study(REPO / "tools" / "bench" / "rolling" / "study.yaml")
+    for run in study.runs:
+        if run.fork is not None:
+            density, interval = (
+                float(str(run.flags[f"radius-{k}"])) for k in ("density", "interval")
+            )
+            width = 0.5 if "grad-wire" in run.flags else 1.0
+            assert (density + (1 - density) / interval) * width == pytest.approx(0.19, rel=1e-3)
 
 
 @pytest.mark.parametrize("path", WITH_ROWS, ids=name_of)

@@ -42,6 +42,32 @@ def test_grids_multiply_and_may_hold_lengths(tmp_path: Path) -> None:
     assert commands_of(path).steps(study.run("dense_bf16_1280-seed1")) == 20
 
 
+def test_a_name_of_a_grid_stands_for_several_flags(tmp_path: Path) -> None:
+    grid = "rate: {x1: {}, x2: {lr: 2.0e-3, min-lr: 2.0e-4}}, grad-wire: [bf16]"
+    changes = (
+        ("grid: {grad-wire: [bf16, int4]}", f"grid: {{{grid}}}"),
+        ('"dense_{grad-wire}"', '"dense_{grad-wire}-{rate}"'),
+        ("pairs: [[dense_int4, dense_bf16]]\n", ""),
+    )
+    study = read_study(write_study(tmp_path, *changes))
+    assert study.groups == ("dense", "dense_bf16-x1", "dense_bf16-x2")
+    first, second = (study.run(f"dense_bf16-{rate}-seed1").flags for rate in ("x1", "x2"))
+    assert (first["lr"], second["lr"], second["min-lr"]) == (1e-3, 2e-3, 2e-4)
+    assert second["grad-wire"] == "bf16" and "rate" not in second
+    path = write_study(tmp_path, (changes[0][0], changes[0][1].replace("min-lr", "grad_wire")))
+    text = path.read_text(encoding="utf-8").replace('"dense_{grad-wire}"', '"{grad-wire}{rate}"')
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"grid\.grad-wire\.bf16: the grid gives grad-wire twice"):
+        read_study(path)
+
+
+def test_a_run_may_have_a_baseline_of_its_own(tmp_path: Path) -> None:
+    own = ("    ranks: 2", "    ranks: 2\n    baseline: dense_bf16")
+    study = read_study(write_study(tmp_path, own))
+    own_baselines = {"dense_bf16": "dense_bf16", "dense_int4": "dense_bf16"}
+    assert study.baselines == {"dense": "dense", **own_baselines}
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -59,6 +85,16 @@ def test_grids_multiply_and_may_hold_lengths(tmp_path: Path) -> None:
             "baseline: dense",
             "baseline: dens",
             "baseline: no run is named dens; did you mean dense?",
+        ),
+        (
+            "    ranks: 2",
+            "    baseline: dens",
+            "runs.dense_bf16.baseline: no run is named dens; did you mean dense?",
+        ),
+        (
+            "{grad-wire: [bf16, int4]}",
+            "{grad-wire: {bf16: {seed: 1}}}",
+            "grid.grad-wire.bf16.seed: the study sets it for each run",
         ),
         ("[[dense_int4, dense_bf16]]", "[[dense_int4]]", "pairs[0]: must be a list of two runs"),
         ("dense_int4,", "dense_int3,", "pairs[0]: no run is named dense_int3; did you mean"),

@@ -36,12 +36,30 @@ def test_tables_have_gaps_payloads_and_what_is_missing(tmp_path: Path) -> None:
     assert "Runs without a result: 1 (dense_int4-seed2)." in page
 
 
+def test_a_column_without_values_is_left_out_and_old_rows_are_named(tmp_path: Path) -> None:
+    changes = (
+        ("    ranks: 2", "    ranks: 2\n    baseline: dense_bf16"),
+        ("baseline: dense\n", "baseline: dense\nreference: dense_bf16\n"),
+    )
+    study = read_study(write_study(tmp_path, *changes))
+    old = [replace(row, step_seconds=None, peak_memory=None) for row in ROWS]
+    for rows, names in ((old, "all"), ([*ROWS[:3], *old[3:]], "2 (dense_bf16-seed2, dense_int4-")):
+        write_report(report_of(study, rows), tmp_path / "out")
+        page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+        shown = "" if names == "all" else " step, ms | memory |"
+        assert f"| run | ranks | seeds | payload | / reference |{shown} clipped |" in page
+        assert ("Step: median" in page) == bool(shown)
+        assert f"which held no step time, memory, commit and processor: {names}" in page
+    assert "less that of dense (of dense_bf16 for dense_int4) of the same seed" in page
+
+
 def test_a_reference_that_sends_nothing_relates_nothing(tmp_path: Path) -> None:
     found = report(tmp_path)
     groups = [replace(group, data_parallel=1) for group in found.groups]
     write_report(replace(found, groups=groups), tmp_path / "out")
     page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "| dense_bf16 | 2 | 2 | 1.000 of all |  |" in page
+    assert "| dense_bf16 | 2 | 2 | 1.000 of all | 1000.0 |" in page
+    assert "| payload | step, ms |" in page and "/ reference" not in page
 
 
 def test_another_page_is_not_replaced(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ ROWS = [
     row("once", 1, 5.50, sent=10),
     row("lost", 1, None, sent=5),
 ]
-ORDER = ("dense", "half", "best", "once", "lost", "not run")
+BASELINES: dict[str, str] = dict.fromkeys(
+    ("dense", "half", "best", "once", "lost", "not run"), "dense"
+)
 
 
 def test_gaps_are_paired_by_seed() -> None:
-    groups = {group.name: group for group in groups_of(ROWS, ORDER, "dense")}
-    assert list(groups) == list(ORDER[:-1])
+    groups = {group.name: group for group in groups_of(ROWS, BASELINES)}
+    assert list(groups) == list(BASELINES)[:-1]
     half = groups["half"]
     assert half.gaps == pytest.approx({1: 0.10, 2: 0.12}) and half.gap == pytest.approx(0.11)
     assert half.error == pytest.approx(0.01) and half.error_is_own
@@ -34,15 +36,31 @@ def test_gaps_are_paired_by_seed() -> None:
     assert groups["lost"].failed == 1 and groups["lost"].loss is None
 
 
+def test_a_group_may_have_another_baseline() -> None:
+    baselines = {**BASELINES, "half": "half", "best": "half"}
+    groups = {group.name: group for group in groups_of(ROWS, baselines)}
+    assert groups["best"].gaps == pytest.approx({1: -0.08, 2: -0.11})
+    # The gaps of a baseline, all 0, say nothing about scatter.
+    assert groups["once"].error == pytest.approx(0.03 / 2**0.5)
+
+
+def test_what_no_row_holds_is_none() -> None:
+    old = replace(ROWS[0], step_seconds=None, peak_memory=None, density=None)
+    (none,) = groups_of([old], {"dense": "dense"})
+    assert (none.step_seconds, none.peak_memory, none.density) == (None, None, None)
+    (one,) = groups_of([old, ROWS[1]], {"dense": "dense"})
+    assert (one.step_seconds, one.peak_memory) == (1.0, 1e6)
+
+
 def test_a_group_is_beaten_by_less_loss_for_no_more_bytes() -> None:
-    groups = groups_of(ROWS, ORDER, "dense")
+    groups = groups_of(ROWS, BASELINES)
     by_name = {group.name: group for group in groups}
     beaten = {name: beaten_by(by_name[name], groups, lambda g: g.bytes) for name in by_name}
     # dense is lower than half, but sends more; best is lower by 0.08 and 0.11 and sends less, but
     # two seeds need 12.71 errors of 0.015.
     assert beaten == {"dense": [], "half": [], "best": [], "once": None, "lost": None}
     rows = [*ROWS, row("half", 3, 5.10, sent=50), row("best", 3, 5.01, sent=40)]
-    more = {group.name: group for group in groups_of(rows, ORDER, "dense")}
+    more = {group.name: group for group in groups_of(rows, BASELINES)}
     assert beaten_by(more["half"], list(more.values()), lambda g: g.bytes) == ["best"]
     assert [g.name for g in frontier(groups, lambda g: g.bytes)] == ["once", "best", "dense"]
 
@@ -50,12 +68,12 @@ def test_a_group_is_beaten_by_less_loss_for_no_more_bytes() -> None:
 def test_the_payload_is_that_of_data_parallel_copies() -> None:
     two, four = row("a", 1, 5.0, sent=60), replace(row("b", 1, 5.0, sent=90), data_parallel=4)
     one = replace(row("c", 1, 5.0, sent=0), data_parallel=1)
-    found = groups_of([two, four, one], ("a", "b", "c"), "a")
+    found = groups_of([two, four, one], dict.fromkeys("abc", "a"))
     assert [group.payload for group in found] == [60, 60, 0]
 
 
 def test_a_difference_needs_common_seeds_and_tells_which_is_lower() -> None:
-    groups = {group.name: group for group in groups_of(ROWS, ORDER, "dense")}
+    groups = {group.name: group for group in groups_of(ROWS, BASELINES)}
     found = difference(groups["half"], groups["best"])
     assert found is not None and found.mean == pytest.approx(0.095)
     assert found.error == pytest.approx(0.015) and found.verdict == "no difference shown"

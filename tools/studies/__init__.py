@@ -5,7 +5,7 @@
     rows          the result of a finished run, one JSON line
     execution     runs on this machine; array: runs as a Slurm array
     statistics    groups of seeds, standard errors, paired differences, which group beats which
-    page          tables, pictures, HTML
+    page          tables, HTML; pictures: losses by cost, gaps with errors
 
 `tools/study.py` is the command. Nothing here imports torch.
 """

@@ -13,7 +13,8 @@
         ranks: 2
 
 A grid makes one run of each combination of its values, and the name of the run, a template, tells
-them apart. docs/studies.md describes every key.
+them apart. A value is that of a flag, or a name that stands for several flags. docs/studies.md
+describes every key.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TOP = (
     "pairs",
     "scores",
 )
-RUN = ("flags", "grid", "fork", "ranks", "seeds", "tokens")
+RUN = ("flags", "grid", "fork", "ranks", "seeds", "tokens", "baseline")
 FORK = ("run", "step")
 SCORE = ("task", "file", "figure")
 EVALUATED = (*TASKS, BITS_PER_BYTE)
@@ -83,7 +84,8 @@ class DeclaredRun:
     """One run: a group, which has a run for each seed, and the seed.
 
     `flags` are those of the entry script, without leading dashes. `tokens` is the length of the
-    run; None if a flag gives it.
+    run; None if a flag gives it. `baseline` is the group whose loss is subtracted, None for that of
+    the study.
     """
 
     group: str
@@ -92,6 +94,7 @@ class DeclaredRun:
     fork: Fork | None
     flags: Mapping[str, FlagValue]
     tokens: int | None
+    baseline: str | None
 
     @property
     def name(self) -> str:
@@ -108,10 +111,10 @@ class DeclaredRun:
 class DeclaredStudy:
     """A study: runs in the order in which they are made, and what is compared.
 
-    `baseline` is the group whose loss is subtracted, seed by seed, and `reference` the group to
-    whose bytes all are related. `pairs` are groups whose difference is reported. `scores` are
-    figures of every model. `vocabulary` is the size of the tokenizer that is trained on the text of
-    the study, None if the flags name data that exist.
+    `baseline` is the group whose loss is subtracted, seed by seed, from those of runs that name no
+    other, and `reference` the group to whose bytes all are related. `pairs` are groups whose
+    difference is reported. `scores` are figures of every model. `vocabulary` is the size of the
+    tokenizer that is trained on the text of the study, None if the flags name data that exist.
     """
 
     path: Path
@@ -128,6 +131,11 @@ class DeclaredStudy:
     def groups(self) -> tuple[str, ...]:
         """Names of the groups, in the order of the file."""
         return tuple(dict.fromkeys(run.group for run in self.runs))
+
+    @property
+    def baselines(self) -> dict[str, str]:
+        """The baseline of each group, in the order of the file."""
+        return {run.group: run.baseline or self.baseline for run in self.runs}
 
     def base(self, run: DeclaredRun) -> DeclaredRun:
         """Return the run that a fork continues."""
@@ -178,6 +186,7 @@ def _study(path: Path, content: Mapping[str, Any]) -> DeclaredStudy:
         fork=None,
         flags=_flags("flags", content.get("flags", {})),
         tokens=_optional_count("tokens", content.get("tokens")),
+        baseline=None,
     )
     seeds = _seeds("seeds", content.get("seeds", [1]))
     groups: dict[str, list[DeclaredRun]] = {}
@@ -196,6 +205,9 @@ def _study(path: Path, content: Mapping[str, Any]) -> DeclaredStudy:
     if not groups:
         raise ConfigError("runs: declares no run")
     _check_forks(groups)
+    for name, (run, *_) in groups.items():
+        if run.baseline is not None:
+            _require_group(f"runs.{name}.baseline", run.baseline, groups)
     baseline = str(content.get("baseline", next(iter(groups))))
     _require_group("baseline", baseline, groups)
     reference = content.get("reference")
@@ -231,23 +243,40 @@ def _groups(
         fork=_fork(f"{where}.fork", settings.get("fork")),
         flags={**common.flags, **_flags(f"{where}.flags", settings.get("flags", {}))},
         tokens=_optional_count(f"{where}.tokens", settings.get("tokens", common.tokens)),
+        baseline=None if settings.get("baseline") is None else str(settings["baseline"]),
     )
     seeds = _seeds(f"{where}.seeds", settings.get("seeds", list(seeds)))
     grid = _mapping(f"{where}.grid", settings.get("grid", {}))
     for key, values in grid.items():
-        if not isinstance(values, list) or not values:
-            raise ConfigError(f"{where}.grid.{key}: must be a list of values")
+        if not isinstance(values, list | dict) or not values:
+            raise ConfigError(
+                f"{where}.grid.{key}: must be a list of values, or a mapping of names to flags"
+            )
         if f"{{{key}}}" not in template:
             raise ConfigError(f"{where}: the name must hold {{{key}}}, which tells the runs apart")
     for values in itertools.product(*grid.values()):
         chosen = dict(zip(grid, values, strict=True))
+        name = _named(where, template, chosen)
         tokens = _optional_count(f"{where}.grid.tokens", chosen.pop("tokens", run.tokens))
-        added = _flags(f"{where}.grid", chosen)
+        added = _of_grid(f"{where}.grid", chosen, grid)
         if twice := added.keys() & _flags(f"{where}.flags", settings.get("flags", {})).keys():
             raise ConfigError(f"{where}.flags.{min(twice)}: the grid gives it too")
         flags = {**run.flags, **added}
-        name = _named(where, template, dict(zip(grid, values, strict=True)))
         yield [replace(run, group=name, seed=s, flags=flags, tokens=tokens) for s in seeds]
+
+
+def _of_grid(
+    where: str, chosen: Mapping[str, Any], grid: Mapping[str, Any]
+) -> dict[str, FlagValue]:
+    """Return the flags of one combination: its values, or those that its names stand for."""
+    found: dict[str, FlagValue] = {}
+    for key, value in chosen.items():
+        named, place = isinstance(grid[key], dict), f"{where}.{key}.{value}"
+        flags = _flags(place, grid[key][value]) if named else _flags(where, {key: value})
+        if twice := found.keys() & flags.keys():
+            raise ConfigError(f"{place}: the grid gives {min(twice)} twice")
+        found |= flags
+    return found
 
 
 def _named(where: str, template: str, values: Mapping[str, Any]) -> str:

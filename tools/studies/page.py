@@ -8,55 +8,28 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
 from megatron.metrics.log_line import memory_size, timestamp
-from megatron.report.charts import BLUE, ORANGE, PALETTE
 from megatron.report.drawing import can_draw, write_png
 from megatron.report.page import chart_cards, document, table_card
 from megatron.report.writing import write_page as write_html
-from tools.bench.common.page_files import MARK, PAGE, write_page
+from tools.bench.common.page_files import MARK, PAGE, table, write_page
 from tools.studies.declaration import DeclaredStudy
+from tools.studies.pictures import BYTES, GapPicture, ParetoPicture, pictures_of
 from tools.studies.rows import StudyRow
 from tools.studies.statistics import (
     Difference,
-    Measure,
     SeedGroup,
     beaten_by,
     difference,
-    frontier,
     groups_of,
     scatter_of,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 HTML = "study.html"
 OPENING = "Study: `"
 """How the Markdown of a report begins."""
-WIDE = 5.0
-"""Ratio of the largest to the least cost beyond which the axis is logarithmic."""
-MARKERS = "os^Dv"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A cost that losses are drawn against: its file, its title, and its value of a group."""
-
-    file: str
-    title: str
-    unit: str
-    measure: Measure
-
-
-BYTES = Cost("bytes", "Payload of a step", "B", lambda group: group.payload)
-COSTS = (
-    BYTES,
-    Cost("time", "Seconds of a step", "s", lambda group: group.step_seconds),
-    Cost("memory", "Peak memory of a rank", "B", lambda group: group.peak_memory),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +57,9 @@ class StudyReport:
 
 def report_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> StudyReport:
     """Compare the groups of a study."""
-    groups = groups_of(rows, study.groups, study.baseline)
+    groups = groups_of(rows, study.baselines)
     by_name = {group.name: group for group in groups}
-    scatter = scatter_of(group.gaps for group in groups if group.name != study.baseline)
+    scatter = scatter_of(g.gaps for g in groups if g.name != study.baselines[g.name])
     pairs = [
         difference(by_name[first], by_name[second], scatter=scatter)
         for first, second in study.pairs
@@ -113,7 +86,7 @@ def write_report(report: StudyReport, out: Path) -> list[Path]:
         "missing": report.missing,
     }
     write_page(out, text=as_markdown(report), values=values)
-    pictures = pictures_of(report)
+    pictures = pictures_of(report.groups, report.study.baselines)
     write_html(out / HTML, as_html(report, pictures))
     files = [page, out / HTML]
     if can_draw():
@@ -141,25 +114,25 @@ COLUMNS = (
 )
 
 
-def group_cells(report: StudyReport) -> list[list[str]]:
-    """Return the cells of the table of groups, a line for each."""
-    return [_cells(group, report) for group in report.groups]
-
-
-def columns(report: StudyReport) -> list[str]:
-    """Return the heads of the table of groups: those of `COLUMNS`, and the study's scores."""
-    return [*COLUMNS[:-1], *(score.name for score in report.study.scores), COLUMNS[-1]]
+def group_table(report: StudyReport) -> tuple[list[str], list[list[str]]]:
+    """Return the columns of the table of groups that hold something, and a line for each group."""
+    lines = [_cells(group, report) for group in report.groups]
+    head = [*COLUMNS[:-1], *(score.name for score in report.study.scores), COLUMNS[-1]]
+    shown = [place for place in range(len(head)) if any(line[place] for line in lines)]
+    return [head[place] for place in shown], [[line[place] for place in shown] for line in lines]
 
 
 def _cells(group: SeedGroup, report: StudyReport) -> list[str]:
     sending = [each for each in report.groups if each.payload]
     beaten = beaten_by(group, sending, BYTES.measure) if group.payload else None
-    is_baseline = group.name == report.study.baseline
+    is_baseline = group.name == report.study.baselines[group.name]
     cells = [group.name, str(group.ranks), _seeds(group)]
-    cells += [memory_size(group.payload) if group.payload else f"{group.density:.3f} of all"]
+    density = "" if group.density is None else f"{group.density:.3f} of all"
+    cells += [memory_size(group.payload) if group.payload else density]
     share = group.payload / report.reference
     cells += ["" if math.isnan(share) or not share else f"{share:.3f}"]
-    cells += [f"{1e3 * group.step_seconds:.1f}", memory_size(group.peak_memory)]
+    cells += ["" if group.step_seconds is None else f"{1e3 * group.step_seconds:.1f}"]
+    cells += ["" if group.peak_memory is None else memory_size(group.peak_memory)]
     cells += [f"{group.clipped:.0%}"]
     cells += ["none" if group.loss is None else f"{group.loss:.4f}"]
     cells += ["" if group.gap is None or is_baseline else f"{group.gap:+.4f}"]
@@ -190,139 +163,75 @@ def pair_cells(report: StudyReport) -> list[list[str]]:
 
 
 PAIR_COLUMNS = ("pair", "seeds", "difference", "error", "verdict")
+TEXTS = ("run", "beaten by", "pair", "verdict")
+"""Columns of words; all others are numbers."""
 
 
 def note(report: StudyReport) -> list[str]:
     """Return what the columns mean, and what is missing."""
-    name = report.study.reference
-    reference = "" if name is None else f"/ reference: over the payload of {name}. "
-    lines = [
+    columns, _ = group_table(report)
+    meanings = {
+        "/ reference": f"/ reference: over the payload of {report.study.reference}.",
+        "step, ms": "Step: median, on a machine that may have run several at a time.",
+        "beaten by": "Beaten by: runs of at most the same payload whose loss is lower at the level "
+        "of 5 % (Student's t of the paired differences, not corrected for the number of "
+        "comparisons).",
+    }
+    first = (
         "Loss: validation loss at the end, nats, mean over seeds. Gap: loss less that of "
-        f"{report.study.baseline} of the same seed; error: its standard error over seeds, after ~ "
+        f"{_baselines(report)} of the same seed; error: its standard error over seeds, after ~ "
         "that of one seed by the scatter of all groups that have several. Payload: size of a "
         "vector whose ring all-reduce makes a rank send as much along the data-parallel axis, mean "
         "of the steps of the run itself; a run of one rank has the share of the entries that it "
-        f"would send. {reference}Step: median, on a machine that may have run several at a time. "
-        "Beaten by: runs of at most the same payload whose loss is lower at the level of 5 % "
-        "(Student's t of the paired differences, not corrected for the number of comparisons).",
-    ]
+        "would send."
+    )
+    lines = [" ".join([first, *(meanings[name] for name in columns if name in meanings)])]
+    if old := [row.name for row in report.rows if row.step_seconds is None]:
+        names = f"{len(old)} ({_first(old)})" if len(old) < len(report.rows) else "all"
+        lines.append(
+            "Rows converted from an earlier format, which held no step time, memory, commit and "
+            f"processor: {names}."
+        )
     if report.missing:
-        first = ", ".join(report.missing[:5])
-        more = ", ..." if len(report.missing) > 5 else ""
-        lines.append(f"Runs without a result: {len(report.missing)} ({first}{more}).")
+        names = f"{len(report.missing)} ({_first(report.missing)})"
+        lines.append(f"Runs without a result: {names}.")
     return lines
+
+
+def _baselines(report: StudyReport) -> str:
+    """Return the baseline of the study, and the groups that have another."""
+    others: dict[str, list[str]] = {}
+    for group, baseline in report.study.baselines.items():
+        if baseline not in (group, report.study.baseline):
+            others.setdefault(baseline, []).append(group)
+    each = "; ".join(f"of {name} for {_first(found)}" for name, found in others.items())
+    return f"{report.study.baseline} ({each})" if each else report.study.baseline
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + ", ..." * (len(names) > 5)
 
 
 def as_markdown(report: StudyReport) -> str:
     """Return the tables as Markdown, with the pictures of the folder."""
     lines = [f"{OPENING}{report.study.path.name}`. {note(report)[0]}", ""]
     lines += [text for extra in note(report)[1:] for text in (extra, "")]
-    lines += markdown_table(
-        columns(report), group_cells(report), texts={0, len(columns(report)) - 1}
-    )
+    lines += table(*group_table(report), texts=TEXTS)
     if report.pairs:
-        lines += ["", *markdown_table(PAIR_COLUMNS, pair_cells(report), texts={0, 4})]
+        lines += ["", *table(PAIR_COLUMNS, pair_cells(report), texts=TEXTS)]
     lines += [""]
     if can_draw():
-        pictures = pictures_of(report).items()
+        pictures = pictures_of(report.groups, report.study.baselines).items()
         lines += [f"![{picture.title}]({name}.png)\n" for name, picture in pictures]
     return "\n".join(lines)
-
-
-def markdown_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: set[int]
-) -> list[str]:
-    """Return the lines of a table; columns in `texts` are aligned to the left."""
-    rule = "|".join("---" if place in texts else "---:" for place in range(len(head)))
-    return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def as_html(report: StudyReport, pictures: dict[str, ParetoPicture | GapPicture]) -> str:
     """Return the report as a complete HTML document."""
     body = [f"<header><h1>{escape(report.study.title)}</h1></header>"]
     body += [f'<p class="card">{escape(text)}</p>' for text in note(report)]
-    body += [table_card("Runs", group_cells(report), head=columns(report))]
+    head, lines = group_table(report)
+    body += [table_card("Runs", lines, head=head)]
     body += [table_card("Pairs", pair_cells(report), head=PAIR_COLUMNS)]
     body += [chart_cards(list(pictures.values()))]
     return document(report.study.title, body, written=timestamp(time.time()))
-
-
-# ---- pictures ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ParetoPicture:
-    """Gap against a cost: a point for each group, and the Pareto front."""
-
-    title: str
-    groups: Sequence[SeedGroup]
-    cost: Cost
-
-    def draw(self, figure: Figure) -> None:
-        """Draw the points with their names, and the front as steps."""
-        from matplotlib.ticker import EngFormatter
-
-        axes = figure.add_subplot()
-        axes.set_title(self.title)
-        axes.set(xlabel=self.cost.title.lower(), ylabel="loss less baseline")
-        costs = [self.cost.measure(group) for group in self.groups]
-        if max(costs) > WIDE * min(costs):
-            axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(EngFormatter(self.cost.unit, sep=" "))
-        front = frontier(self.groups, self.cost.measure)
-        x = [self.cost.measure(group) for group in front]
-        axes.step(x, [group.gap or 0.0 for group in front], where="post", color=BLUE, lw=1)
-        for number, group in enumerate(self.groups):
-            color = PALETTE[number % len(PALETTE)]
-            marker = MARKERS[number // len(PALETTE) % len(MARKERS)]
-            place = (self.cost.measure(group), group.gap or 0.0)
-            axes.plot(*place, marker, color=color, markersize=4, label=group.name)
-        # Names beside the points would cover each other.
-        figure.set_figwidth(figure.get_figwidth() * 1.4)
-        figure.set_figheight(max(figure.get_figheight(), 0.6 + 0.16 * len(self.groups)))
-        figure.legend(loc="outside right upper", fontsize=6, frameon=False)
-
-
-@dataclass(frozen=True)
-class GapPicture:
-    """Gaps to the baseline with their standard errors, a line for each group."""
-
-    title: str
-    groups: Sequence[SeedGroup]
-
-    def draw(self, figure: Figure) -> None:
-        """Draw the gaps; a hollow point has the error of one seed."""
-        figure.set_figheight(1.2 + 0.2 * len(self.groups))
-        axes = figure.add_subplot()
-        axes.set_title(self.title)
-        for place, group in enumerate(self.groups):
-            axes.errorbar(
-                group.gap or 0.0,
-                place,
-                xerr=group.error or 0.0,
-                color=ORANGE,
-                fmt="o",
-                markerfacecolor=ORANGE if group.error_is_own else "white",
-                markersize=4,
-                capsize=2,
-                linewidth=1.2,
-            )
-        axes.axvline(0, color="#6b7280", linewidth=0.8)
-        names = [f"{group.name} ({len(group.gaps)})" for group in self.groups]
-        axes.set_yticks(range(len(names)), names, fontsize=7)
-        axes.invert_yaxis()
-        axes.set_xlabel("nats, standard error; in brackets: seeds")
-
-
-def pictures_of(report: StudyReport) -> dict[str, ParetoPicture | GapPicture]:
-    """Return the pictures by the name of their file."""
-    found: dict[str, ParetoPicture | GapPicture] = {}
-    for cost in COSTS:
-        shown = [g for g in report.groups if g.gap is not None and cost.measure(g) > 0]
-        if len(shown) > 1:
-            found[f"loss_by_{cost.file}"] = ParetoPicture(f"Loss by {cost.file}", shown, cost)
-    baseline = report.study.baseline
-    gaps = [g for g in report.groups if g.gap is not None and g.name != baseline]
-    if gaps:
-        found["gaps"] = GapPicture(f"Loss less that of {baseline}", gaps)
-    return found

@@ -43,6 +43,9 @@ class StudyRow:
         curve: (last step, mean training loss) of each part of the run.
         commit, processor: Where the run was made.
         scores: Figures of the trained model that the study asks for, by name.
+
+    Rows of an earlier format, which were converted, have no `step_seconds`, `peak_memory`, `commit`
+    and `processor`, and those of several ranks no `density`.
     """
 
     name: str
@@ -57,11 +60,11 @@ class StudyRow:
     train_loss: float | None
     bytes: float
     most_bytes: float
-    density: float
+    density: float | None
     clipped: float
-    step_seconds: float
+    step_seconds: float | None
     seconds: float
-    peak_memory: float
+    peak_memory: float | None
     curve: Sequence[tuple[int, float]]
     commit: str
     processor: str

@@ -26,7 +26,7 @@ class SeedGroup:
     same seed. `error` is the standard error of the mean gap; with one seed it is that of one run by
     the scatter of all groups that have several (`error_is_own` False), None without any. `bytes`,
     `density`, `step_seconds`, `clipped` and `scores` are means over seeds, `peak_memory` the
-    largest.
+    largest; None if no row has them.
     """
 
     name: str
@@ -36,9 +36,9 @@ class SeedGroup:
     gaps: Mapping[int, float]
     error: float | None
     bytes: float
-    density: float
-    step_seconds: float
-    peak_memory: float
+    density: float | None
+    step_seconds: float | None
+    peak_memory: float | None
     clipped: float
     failed: int
     scores: Mapping[str, float]
@@ -86,19 +86,19 @@ class Difference:
         return f"{self.first if self.mean < 0 else self.second} is lower"
 
 
-def groups_of(rows: Sequence[StudyRow], order: Sequence[str], baseline: str) -> list[SeedGroup]:
-    """Return the groups that have rows, in `order`."""
-    members = {name: [row for row in rows if row.group == name] for name in order}
+def groups_of(rows: Sequence[StudyRow], baselines: Mapping[str, str]) -> list[SeedGroup]:
+    """Return the groups that have rows, in the order of `baselines`, the baseline of each group."""
+    members = {name: [row for row in rows if row.group == name] for name in baselines}
     losses = {name: losses_of(found) for name, found in members.items()}
     gaps = {
         name: {
-            seed: loss - losses[baseline][seed]
+            seed: loss - losses[baselines[name]][seed]
             for seed, loss in found.items()
-            if seed in losses[baseline]
+            if seed in losses[baselines[name]]
         }
         for name, found in losses.items()
     }
-    scatter = scatter_of(own for name, own in gaps.items() if name != baseline)
+    scatter = scatter_of(own for name, own in gaps.items() if name != baselines[name])
     return [
         _group(name, found, losses[name], gaps[name], scatter)
         for name, found in members.items()
@@ -212,10 +212,18 @@ def _group(
         gaps=gaps,
         error=error if gaps else None,
         bytes=statistics.fmean(row.bytes for row in rows),
-        density=statistics.fmean(row.density for row in rows),
-        step_seconds=statistics.fmean(row.step_seconds for row in rows),
-        peak_memory=max(row.peak_memory for row in rows),
+        density=_of_known(statistics.fmean, (row.density for row in rows)),
+        step_seconds=_of_known(statistics.fmean, (row.step_seconds for row in rows)),
+        peak_memory=_of_known(max, (row.peak_memory for row in rows)),
         clipped=statistics.fmean(row.clipped for row in rows),
         failed=sum(row.valid_loss is None for row in rows),
         scores={name: statistics.fmean(row.scores[name] for row in scored) for name in names},
     )
+
+
+def _of_known(
+    function: Callable[[list[float]], float], values: Iterable[float | None]
+) -> float | None:
+    """Return the function of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return function(known) if known else None

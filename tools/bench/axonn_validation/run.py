@@ -35,13 +35,12 @@ from tools.bench.axonn_validation.plain_training import LossCurve, train
 from tools.bench.axonn_validation.plot import write_plot
 from tools.bench.common.netlab import Network, find_mpiexec
 from tools.bench.common.page_files import read_results, write_page
-from tools.bench.convergence.finished import is_finished
-from tools.bench.convergence.model import VOCABULARY
-from tools.bench.convergence.rows import records
+from tools.bench.common.rows import records
+from tools.bench.common.training_runs import REPO, is_finished
 from tools.studies.text_data import prepare
 
-REPO = Path(__file__).resolve().parents[3]
-
+VOCABULARY = 8192
+"""Entries of the tokenizer."""
 RANKS, STAGES = 4, 2
 EXTRA_SEEDS = (1, 2)
 """Seeds of further runs of plain PyTorch, besides the seed of the study."""

@@ -38,9 +38,8 @@ from tools.bench.combination.training import (
     runs,
     trained,
 )
-from tools.bench.common.page_files import FIGURE, write_page
-from tools.bench.convergence.report import table
-from tools.bench.convergence.rows import Row
+from tools.bench.common.page_files import FIGURE, table, write_page
+from tools.bench.common.rows import Row
 from tools.studies.statistics import standard_error
 
 paper_of = cache(paper_memory)

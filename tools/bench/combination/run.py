@@ -23,10 +23,10 @@ from megatron.errors import ConfigError, SparsetronError
 from tools.bench.combination.page import write
 from tools.bench.combination.settings import figures
 from tools.bench.combination.training import runs, train
-from tools.bench.convergence.rows import read_rows
-from tools.bench.convergence.run import BENCH, ROWS, Processes
+from tools.bench.common.rows import ROWS, read_rows
+from tools.bench.common.training_runs import Processes
 
-FOLDER = BENCH / "combination"
+FOLDER = Path(__file__).resolve().parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

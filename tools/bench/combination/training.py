@@ -19,11 +19,10 @@ from megatron.report import read_run
 from samo.schedule import FRACTION
 from tools.bench.combination.memory import nearest
 from tools.bench.combination.settings import BATCH, MODELS, WRN, MemorySetting, smaller
-from tools.bench.convergence.finished import is_finished
-from tools.bench.convergence.rows import Row, append_row, read_rows
-from tools.bench.convergence.run import Runner
-from tools.bench.convergence.study import SEEDS
+from tools.bench.common.rows import Row, append_row, read_rows
+from tools.bench.common.training_runs import Runner, is_finished
 
+SEEDS = (1, 2, 3)
 STEPS = 80
 TEST_IMAGES = 2000
 """Test images on which the network is evaluated after the last step: the first ones."""
@@ -158,7 +157,7 @@ def _ended(run: TrainedRun, *, data: Path, work: Path, runner: Runner, console: 
     flags = run.flags(data=data, runs_dir=work / "runs")
     if is_finished(work / "runs" / run.name, flags, 1, SMALL.task.config):
         return 0
-    return runner(flags, 1, console)
+    return runner(flags, console)
 
 
 def row_of(run: TrainedRun, folder: Path) -> Row:

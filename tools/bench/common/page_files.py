@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,19 @@ def write_page(
     figure = folder / (f"{part}.png" if part else FIGURE)
     if draw is not None and draw(figure) is False:
         print(f"{figure.name} is left out: matplotlib is not installed")
+
+
+def table(
+    header: Sequence[str], lines: Iterable[Sequence[str]], *, texts: Sequence[str] | None = None
+) -> list[str]:
+    """Return the lines of a table in Markdown.
+
+    Columns are numbers, but for those of `texts`, by default the first.
+    """
+    texts = header[:1] if texts is None else texts
+    rule = "|".join("---" if name in texts else "---:" for name in header)
+    named, *rest = (f"| {' | '.join(cells)} |" for cells in (header, *lines))
+    return [named, f"|{rule}|", *rest]
 
 
 def read_results(folder: Path, part: str = "") -> Any:

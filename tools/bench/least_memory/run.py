@@ -29,12 +29,10 @@ from megatron.config import parse, resolve
 from megatron.errors import ConfigError, SparsetronError
 from megatron.metrics.logger import JSONL
 from tools.bench.common.netlab import REPO
-from tools.bench.common.page_files import write_page
-from tools.bench.convergence.report import table
-from tools.bench.convergence.rows import append_row, read_rows, records
+from tools.bench.common.page_files import table, write_page
+from tools.bench.common.rows import ROWS, append_row, read_rows, records
 
 FOLDER = Path(__file__).parent
-ROWS = "results.jsonl"
 CONFIG = "configs/gpt_124m.yaml"
 VOCABULARY = 50257
 SEQUENCE, SEQUENCES = 128, 4

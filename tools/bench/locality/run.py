@@ -25,7 +25,7 @@ from typing import Any
 from megatron.errors import ConfigError, SparsetronError
 from megatron.metrics.logger import JSONL
 from megatron.pretrain import leave
-from tools.bench.convergence.rows import records
+from tools.bench.common.rows import records
 from tools.bench.locality.report import KeptShare, LocalityCurve, write_report
 
 REPO = Path(__file__).resolve().parents[3]

@@ -20,10 +20,9 @@ from pathlib import Path
 
 from megatron.errors import ConfigError, SparsetronError
 from megatron.metrics.log_line import memory_size
-from tools.bench.common.page_files import write_page
+from tools.bench.common.page_files import table, write_page
 from tools.bench.track.step_times import FILE, TIER, StepTime, read_times, start_of
 from tools.studies.declaration import DeclaredRun, DeclaredStudy, read_study
-from tools.studies.page import markdown_table
 from tools.studies.rows import StudyRow, read_rows
 from tools.studies.statistics import SeedGroup, groups_of
 
@@ -117,7 +116,7 @@ def standings_of(
     target = target_of(study, rows)
     entries = {run.group: run for run in study.runs}
     found: list[Standing] = []
-    for group in groups_of(rows, study.groups, study.baseline):
+    for group in groups_of(rows, study.baselines):
         steps = max(row.steps for row in rows if row.group == group.name)
         minutes = {
             rate: run_seconds(entries[group.name], study.baseline, by_entry, steps) / 60
@@ -149,7 +148,7 @@ def as_markdown(standings: Sequence[Standing], target: Target | None, study: Dec
     rows = [_cells(each, study, payload, scores, rates) for each in standings]
     heads = [*HEAD, *(name.replace("_", " ") for name in scores)]
     heads += [f"minutes, {'no limit' if rate == 'none' else rate}" for rate in rates]
-    return "\n".join([*_note(target, study), "", *markdown_table(heads, rows, texts={0}), ""])
+    return "\n".join([*_note(target, study), "", *table(heads, rows), ""])
 
 
 def _cells(
@@ -165,7 +164,10 @@ def _cells(
     above = "" if group.gap is None or group.name == study.baseline else f"{group.gap:+.4f}"
     sureness = "" if standing.sureness is None else f"{standing.sureness:.1f}"
     cells += [above, f"**{sureness}**" if standing.reaches else sureness]
-    cells += [f"{group.payload / payload:.3f}" if payload else "", memory_size(group.peak_memory)]
+    cells += [
+        f"{group.payload / payload:.3f}" if payload else "",
+        memory_size(group.peak_memory or 0.0),
+    ]
     cells += [f"{group.scores[name]:.4f}" if name in group.scores else "" for name in scores]
     minutes = standing.minutes
     return [*cells, *(f"{minutes[rate]:.1f}" if rate in minutes else "" for rate in rates)]
