@@ -67,7 +67,7 @@ def test_entries_that_reach_the_target_are_ranked_by_the_time_of_a_run() -> None
 
 def test_the_committed_leaderboard_follows_from_the_rows(tmp_path: Path) -> None:
     study, folder = read_study(TIER), TIER.parent
-    found = read_rows(leaderboard.RESULTS)
+    found = read_rows(leaderboard.RESULTS)  # its first rows come with the first runs
     commands = Commands(study, Path("runs"), Path("data"))
     assert {each.name: each.settings for each in found} == {
         run.name: commands.digest(run)
@@ -84,7 +84,7 @@ def test_the_committed_leaderboard_follows_from_the_rows(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("tool", "flags", "words"),
     [
-        (leaderboard.main, ["--results", "absent.jsonl"], "--results: absent.jsonl has no row"),
+        (leaderboard.main, ["--results", "absent.jsonl"], "--results: absent.jsonl is no file"),
         (step_times.main, ["--entries", "powersgd"], "--entries powersgd: must be one of"),
         (step_times.main, ["--rounds", "0"], "--rounds 0: must be at least 1"),
     ],

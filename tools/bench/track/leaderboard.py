@@ -79,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool and return the exit code."""
     options = _arguments(arguments)
     try:
+        if not options.results.is_file():
+            raise ConfigError(f"--results: {options.results} is no file; tools/study.py makes it")
         study, rows = read_study(options.tier), read_rows(options.results)
         standings = standings_of(study, rows, read_times(options.times))
-        if not standings:
-            raise ConfigError(f"--results: {options.results} has no row; tools/study.py makes them")
         target = target_of(study, rows)
     except SparsetronError as error:
         print(f"leaderboard: {error}", file=sys.stderr)
