@@ -70,12 +70,6 @@ class Phases:
         """End the step; time until the next `start` does not count."""
         self._change()
 
-    def finish(self, rest: Callable[[], object]) -> None:
-        """Count, for no step of its own, what the last step has left to do."""
-        self._since = perf_counter()
-        rest()
-        self.stop()
-
     def totals(self) -> dict[str, float]:
         """Return the seconds of all steps so far by phase."""
         return dict(self._seconds)

@@ -1,6 +1,6 @@
 """What does gathering parameters during the next forward pass save?
 
-    python -m tools.bench.param_gather.run --out tools/bench/param_gather    as root; four minutes
+    python -m tools.bench.param_gather.run --out tools/bench/param_gather    as root; five minutes
 
 Two ranks, each in a network namespace behind a link of the given rate, train the same model with
 ZeRO-1, without and with `--overlap-param-gather`. Both take turns in blocks of steps of one process
@@ -110,8 +110,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rates", nargs="+", default=RATES, help="of the link of each rank, as tc writes them")
-    add("--blocks", type=int, default=7, help="measured blocks of each row, which take turns")
-    add("--steps", type=int, default=3, help="steps of a block")
+    add("--blocks", type=int, default=6, help="measured blocks of each row, which take turns")
+    add("--steps", type=int, default=4, help="measured steps of a block, after one that is not")
     add("--out", type=Path, metavar="FOLDER", help="where README.md and results.json go")
     return parser.parse_args(arguments)
 
