@@ -361,11 +361,14 @@ def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
         states = {"offload buckets": _offload_buffers(config, rank, chunk)}
     longest = max(chunk, coded_chunk(chunk, rank.device)) if _has_coded(config, rank) else chunk
     scratch = {"scratch": 4 * min(longest, max(shards))}
-    # Two buckets at a time gather updated values beside gradients that are still needed.
+    # Two buckets at a time gather updated values beside gradients that are still needed, or all of
+    # them until the next forward.
     beside = [0] + [
         0 if lent else param * num_shards * numel for numel, lent in zip(shards, lends, strict=True)
     ]
     gathered = max(one + next_one for one, next_one in pairwise(beside))
+    if config.parallel.overlap_param_gather:
+        gathered = sum(beside)
     passing = dict(own.passing) | ({"gathered values": gathered} if gathered else {})
     return StateBytes(kept | states | dict(own.kept) | scratch, passing, host)
 

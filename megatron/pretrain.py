@@ -391,7 +391,7 @@ def build_trainer(
     path = paths[config.gradient.grad_path]
     parts = build_parts(path, config, infos, groups, origin, own_identity)
     engine = build_engine(config, infos, parts, groups)
-    optimizer, how = build_optimizer(config, engine)
+    optimizer, how = build_optimizer(config, engine, stage)
     buffers = BufferSet(stage.buffer_infos(), groups.dp)
     scaler = loss_scaler(config)
     state = Checkpointer(
@@ -464,7 +464,9 @@ def build_engine(
     )
 
 
-def build_optimizer(config: Config, engine: GradientEngine) -> tuple[BucketOptimizer, list[str]]:
+def build_optimizer(
+    config: Config, engine: GradientEngine, stage: Stage
+) -> tuple[BucketOptimizer, list[str]]:
     """Build the optimizer of this rank; also return sentences for the log."""
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
     from megatron.optimizer.build import state_formats, update_rule
@@ -472,7 +474,10 @@ def build_optimizer(config: Config, engine: GradientEngine) -> tuple[BucketOptim
 
     rule, formats = update_rule(config), state_formats(config)
     if not config.offload.optimizer_cpu_offload:
-        return BucketOptimizer(engine, rule, formats=formats), []
+        plain = BucketOptimizer(engine, rule, formats=formats)
+        if config.parallel.overlap_param_gather and plain.is_sharded:
+            plain.overlap_param_gather(stage.modules)
+        return plain, []
     bucket_size = config.offload.offload_bucket_size
     optimizer = OffloadedOptimizer(engine, rule, bucket_size=bucket_size, formats=formats)
     order = "each bucket is updated as soon as its sum has arrived"

@@ -283,6 +283,9 @@ class Trainer:
         self.engine.begin(context)
         with self.timers("forward-backward", level=1):
             sums, counted = self._forward_backward(batch_size, context.loss_scale)
+        # A module that no microbatch came to has not waited for its parameters, which arrive in the
+        # memory of their gradients.
+        self.optimizer.finish_param_gather()
         self.heartbeat.at("reduce")
         with self.timers("all-grads-sync", level=1):
             step = self.engine.finish(

@@ -74,6 +74,7 @@ def run_case(
     gradients: dict[str, np.ndarray] = {}
     _watch_first_step(trainer, gradients)
     losses = [trainer.train_step()[0].loss for _ in range(case.steps)]
+    trainer.optimizer.finish_param_gather()
     weights = {info.name: _held(info, info.param.detach().reshape(-1)) for info in _infos(trainer)}
     pieces = {info.name: _piece(info) for info in _infos(trainer)}
     trainer.engine.detach()

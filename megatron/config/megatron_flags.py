@@ -133,7 +133,6 @@ IGNORED = tuple(
         ("--manual-gc", 0, "the program decides when to collect garbage"),
         ("--manual-gc-interval", 1, "the program decides when to collect garbage"),
         ("--empty-unused-memory-level", 1, "device memory is left to torch"),
-        ("--overlap-param-gather", 0, "weights are gathered after each step; numbers are equal"),
         ("--cross-entropy-loss-fusion", 0, _FUSED),
         ("--cross-entropy-fusion-impl", 1, _FUSED),
         ("--tp-comm-overlap", 0, "order is the program's choice"),

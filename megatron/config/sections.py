@@ -643,6 +643,11 @@ class ParallelConfig:
         default=True,
         help="Reduce gradients while backward runs (on here, off in Megatron-LM).",
     )
+    overlap_param_gather: bool = option(
+        default=False,
+        help="Gather updated parameters while the next forward runs; needs sharded optimizer "
+        "states (use_distributed_optimizer or dp_inner_size).",
+    )
     ddp_bucket_size: int | None = option(
         default=None,
         help="Elements of a gradient bucket (none = chosen by the program).",

@@ -366,6 +366,16 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "give --grad-path dense, samo, radius or samo+radius, or drop --use-distributed-optimizer",
     ),
     refused_pair(
+        "overlap_param_gather without use_distributed_optimizer and dp_inner_size",
+        lambda c: (
+            c.parallel.overlap_param_gather
+            and not c.parallel.use_distributed_optimizer
+            and c.parallel.dp_inner_size == 1
+        ),
+        "every rank updates all parameters, so that none is gathered",
+        "add --use-distributed-optimizer, or drop it",
+    ),
+    refused_pair(
         "dp_inner_size above 1 with a grad_path other than dense, samo and radius",
         lambda c: (
             c.parallel.dp_inner_size > 1

@@ -162,7 +162,7 @@ class DryRank:
         engine = build_engine(config, infos, parts, groups)
         if isinstance(engine.reducer, NodeReducer):
             engine.reducer.thread = _AtOnce()
-        optimizer, _ = build_optimizer(config, engine)
+        optimizer, _ = build_optimizer(config, engine, stage)
         buffers = BufferSet(stage.buffer_infos(), groups.dp)
         return cls(
             config=config,
@@ -177,7 +177,7 @@ class DryRank:
     @property
     def chunks(self) -> list[nn.Module]:
         """The model's chunks."""
-        return [chunk for chunk in self.stage.chunks if isinstance(chunk, nn.Module)]
+        return self.stage.modules
 
     @property
     def device(self) -> torch.device:
@@ -279,6 +279,7 @@ class DryRank:
                 self.engine.expect_last_backward(self.stage.names(operation.chunk))
             with phase("backward"):
                 self.backward(operation)
+        self.optimizer.finish_param_gather()
         with phase("update"):
             clip = self.config.optimizer.clip_grad
             step = self.engine.finish(tag=1, clip_norm=clip)

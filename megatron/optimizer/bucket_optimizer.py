@@ -10,6 +10,8 @@ a bucket are gathered while the next bucket is updated:
 
     bucket 0   update --> cast ~~~ gather ~~~> expand
     bucket 1              update --> cast ~~~ gather ~~~> expand
+
+or, with `overlap_param_gather`, while the next forward pass runs (`param_gather`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, coded_chunk
 from megatron.optimizer.coded_update import GradChunk, SparseGrad, fill_runs, update_chunk
 from megatron.optimizer.distributed_optimizer import ShardUpdates, StateShard, bind, encode
 from megatron.optimizer.host import beside
+from megatron.optimizer.param_gather import ParamGather
 from megatron.optimizer.rounding import RandomBits
 from megatron.optimizer.state_formats import (
     FP32,
@@ -108,6 +111,7 @@ class BucketOptimizer:
         self.engine, self.rule = engine, rule
         self.formats = formats or StateFormats()
         self.applied = 0
+        self._updates = ShardUpdates(engine)
         self._device = engine.buckets[0].grad.device
         self._chunk = min(most, CPU_CHUNK if self._device.type == "cpu" else CUDA_CHUNK)
         assert self._chunk % ALIGNMENT == 0
@@ -128,8 +132,8 @@ class BucketOptimizer:
         whose parameters do not decay use a weight decay of 0, unless the rule decays all.
         """
         self.applied += 1
-        updates = ShardUpdates(self.engine)
-        for bucket in self.engine.buckets:
+        updates = self._updates
+        for bucket in updates.buckets:
             reduced = step.reduced.begun(bucket.index)
             decays = bucket.weight_decay or self.rule.decays_all
             hyper = Hyper(
@@ -142,7 +146,23 @@ class BucketOptimizer:
             else:
                 self._update(bucket, reduced, step.factor, hyper, out=updates.open(bucket))
                 updates.send()
-        updates.finish()
+        updates.settle()
+
+    def overlap_param_gather(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Let `step` leave all-gathers in progress, for which `modules` wait in their forward pass.
+
+        Everything else that reads parameters must call `finish_param_gather` first. The states must
+        be sharded, and `modules`, the model, must be complete and compiled, if at all.
+        """
+        assert self.is_sharded, "whole states need no all-gather"
+        self._updates = ParamGather(self.engine, modules)
+
+    def finish_param_gather(self) -> None:
+        """Wait until all parameters have their values of the last step.
+
+        This returns at once, unless `overlap_param_gather` was called.
+        """
+        self._updates.finish()
 
     def end_step(self, iteration: int) -> None:
         """Average the replicas' weights if a round of local steps ends with this attempted step.
@@ -157,8 +177,10 @@ class BucketOptimizer:
     def shared_weights(self) -> Iterator[None]:
         """Hold in the context, on every rank, the weights that data-parallel ranks have in common.
 
-        Inside a round of local steps these are the anchor; otherwise nothing changes.
+        Inside a round of local steps these are the anchor; otherwise nothing changes. All
+        parameters are up to date.
         """
+        self.finish_param_gather()
         self._swap_anchors()
         try:
             yield
@@ -179,6 +201,7 @@ class BucketOptimizer:
 
     def rebucket(self, change: LayoutChange) -> None:
         """Change the layout of engine and states. Collective as `GradientEngine.rebucket` is."""
+        self.finish_param_gather()
         before, engine = self.engine.layout, self.engine
         old = {(kind, name): held for kind, name, held in self._held()}
         if change.reset_moments:

@@ -7,7 +7,7 @@ tensors of a checkpoint. Without sharding, a rank's shard is the whole state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,16 +26,24 @@ PIECE = 1 << 20
 class ShardUpdates:
     """The all-gather of updated values, overlapped with the update of the next bucket.
 
-    Call `open` and `send` for each bucket in order, then `finish`. Values travel in the parameters'
-    dtype. If gradients are no narrower and not needed any more (`GradBucket.lends_grad`), the
-    values reuse the gradients' memory: value i begins at no later byte than gradient i, so no
-    unread gradient is overwritten.
+    Call `open` and `send` for each of `buckets` in order, then `settle`. Values travel in the
+    parameters' dtype. If gradients are no narrower and not needed any more
+    (`GradBucket.lends_grad`), the values reuse the gradients' memory: value i begins at no later
+    byte than gradient i, so no unread gradient is overwritten.
     """
+
+    most_in_progress: float = 1
+    """Number of all-gathers that `send` leaves in progress."""
 
     def __init__(self, engine: GradientEngine) -> None:
         self._engine = engine
         self._open: tuple[GradBucket, torch.Tensor] | None = None
-        self._sent: list[tuple[GradBucket, torch.Tensor, Pending]] = []
+        self._sent: dict[int, tuple[GradBucket, torch.Tensor, Pending]] = {}
+
+    @property
+    def buckets(self) -> Sequence[GradBucket]:
+        """The buckets in the order in which they are updated and sent, equal on all ranks."""
+        return self._engine.buckets
 
     def open(self, bucket: GradBucket) -> torch.Tensor:
         """Return the tensor to which the values of this rank's shard must be written."""
@@ -50,21 +58,25 @@ class ShardUpdates:
         return bucket.shard.where.of(parts)
 
     def send(self) -> None:
-        """Start to gather the written values; then receive those of the previous bucket."""
+        """Start to gather the written values; then receive those of earlier buckets."""
         assert self._open is not None
         bucket, parts = self._open
         assert bucket.shard is not None
-        self._sent.append((bucket, parts, bucket.shard.exchange.gather(parts)))
-        if len(self._sent) > 1:
-            self._receive()
+        self._sent[bucket.index] = bucket, parts, bucket.shard.exchange.gather(parts)
+        while len(self._sent) > self.most_in_progress:
+            self._receive(next(iter(self._sent)))
+
+    def settle(self) -> None:
+        """Receive the values that the caller must not leave in progress at the end of a step."""
+        self.finish()
 
     def finish(self) -> None:
         """Receive the remaining values; all parameters are then up to date."""
         while self._sent:
-            self._receive()
+            self._receive(next(iter(self._sent)))
 
-    def _receive(self) -> None:
-        bucket, parts, pending = self._sent.pop(0)
+    def _receive(self, index: int) -> None:
+        bucket, parts, pending = self._sent.pop(index)
         # Batch step 12: scatter all ranks' shards into the parameters.
         pending.wait()
         for name, where in bucket.slices.items():

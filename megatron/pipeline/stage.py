@@ -77,6 +77,11 @@ class Stage:
         self.chunks = list(chunks)
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The chunks as the modules that they are."""
+        return [chunk for chunk in self.chunks if isinstance(chunk, torch.nn.Module)]
+
     def parameter_infos(self) -> list[ParamInfo]:
         """Return every logical parameter of the stage, in the order of the forward pass."""
         return [info for chunk in self.chunks for info in chunk.parameter_infos()]

@@ -71,7 +71,7 @@ def test_one_message_lists_all_that_llama_3_must_do_without() -> None:
     assert message.startswith(f"{len(LLAMA_REFUSED)} settings are refused: (1) ")
     config = resolve(parse(without(LLAMA3_8B.split(), named), paths=PATHS), 8)
     assert config.model.num_query_groups == 8
-    for flag in ("--overlap-param-gather", "--cross-entropy-loss-fusion", "--fp8-amax-history-len"):
+    for flag in ("--cross-entropy-loss-fusion", "--fp8-amax-history-len"):
         assert any(notice.startswith(f"{flag}: ignored: ") for notice in config.notices)
 
 

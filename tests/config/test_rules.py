@@ -225,6 +225,9 @@ PAIRS = {
     "dp_inner_size above 1 with optimizer_cpu_offload": (
         *("--bf16", "--optimizer-cpu-offload", "--dp-inner-size", "2"),
     ),
+    "overlap_param_gather without use_distributed_optimizer and dp_inner_size": (
+        "--overlap-param-gather",
+    ),
     "data_path with train_, valid_ or test_data_path": (
         *("--data-path", "a", "--valid-data-path", "b"),
     ),

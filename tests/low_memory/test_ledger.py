@@ -55,7 +55,7 @@ GPT_CASES = {
     "last stage": (2, 1, f"{STILL} {PP} --bf16 --global-batch-size 16"),
     "in turns": (2, 0, f"{STILL} {TURNS}"),
     "zero": (4, 3, f"{STILL} --bf16 --use-distributed-optimizer"),
-    "nodes": (4, 3, f"{STILL} --bf16 --dp-inner-size 2"),
+    "nodes": (4, 3, f"{STILL} --bf16 --dp-inner-size 2 --overlap-param-gather"),
     "grid": (8, 5, f"{STILL} {TP} {PP} --sequence-parallel --bf16 --use-distributed-optimizer"),
 }
 

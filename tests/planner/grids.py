@@ -75,9 +75,12 @@ def on_rank(groups: ProcessGroups, flags: str, steps: int, run_dir: Path) -> dic
     )
     trainer = make_trainer(groups, flags, run_dir)
     records = [trainer.train_step()[0] for _ in range(steps)]
+    gathers = list(trainer.optimizer._updates._sent.values())
+    trainer.optimizer.finish_param_gather()
     trainer.metrics.close()
     trainer.engine.detach()
     return {
+        "gathered": sum(parts.nbytes for bucket, parts, _ in gathers if not bucket.lends_grad),
         "place": (groups.pp.rank, groups.tp.rank),
         "kept": held_bytes(trainer),
         "stored": stored_entries(trainer),

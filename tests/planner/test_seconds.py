@@ -179,6 +179,15 @@ def test_overlap_hides_what_backward_is_long_enough_for() -> None:
     assert radius.exposed < (0.2 + 0.8 * 0.4) * dense.exposed
 
 
+def test_overlap_hides_gathers_that_forward_is_long_enough_for() -> None:
+    flags = f"--config {SITE.parents[1]}/configs/gpt_2.0b.yaml --use-distributed-optimizer"
+    plain, ours = (
+        plan_of(f"{flags} {more}", 64).seconds for more in ("", "--overlap-param-gather")
+    )
+    assert ours.reduce == plain.reduce and 0 < ours.exposed < plain.exposed
+    assert ours.total - ours.exposed == pytest.approx(plain.total - plain.exposed)
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("microbatches", [4, 8, 64])
 def test_the_bubble_is_that_of_narayanan(stages: int, microbatches: int) -> None:

@@ -84,6 +84,7 @@ def over(step: SimulatedStep) -> float:
             "--grad-path roundrobin",
             "--grad-path demo --optimizer sgd --sgd-momentum 0 --clip-grad 0",
             "--use-distributed-optimizer",
+            "--use-distributed-optimizer --overlap-param-gather",
             "--optimizer-cpu-offload --offload-bucket-size 2048 --clip-grad 0",
             "--optimizer-cpu-offload --offload-bucket-size 512 --clip-grad 0 --optimizer sgd",
             "--optimizer-cpu-offload --offload-bucket-size 2048 --clip-grad 1 --grad-path samo",

@@ -62,6 +62,8 @@ CASES = {
     "samo": (4, f"{SAMO} --bf16 {PP} --grad-reduce-in-bf16"),
     "radius": (4, f"--grad-path radius {RADIUS} --bf16 {PP}"),
     "radius zero": (2, f"--grad-path radius {RADIUS} --bf16 --use-distributed-optimizer"),
+    "radius zero, overlapped": (2, f"--grad-path radius {RADIUS} --bf16 "
+                                "--use-distributed-optimizer --overlap-param-gather"),
     "both zero": (2, f"{SAMO} --grad-path samo+radius {RADIUS} --use-distributed-optimizer"),
     "radius nodes": (4, f"--grad-path radius {RADIUS} --bf16 --dp-inner-size 2"),
     "rolling nodes": (4, f"--grad-path radius {RADIUS} --radius-schedule rolling "
@@ -123,6 +125,8 @@ def test_state_and_bytes_sent_are_planned_to_the_byte(
         planned_state = state_bytes(grid, rank)
         kept = {kind: size for kind, size in planned_state.kept.items() if size}
         assert step_bytes(grid, stage, rank).host == sum(planned_state.host.values())
+        if grid.config.parallel.overlap_param_gather:
+            assert 0 < planned_state.passing["gathered values"] == each["gathered"]
         real = {kind: size for kind, size in each["kept"].items() if size}
         if case == "rolling":
             # Chosen entries lie unevenly in the parts of a matrix; most of a round is held.

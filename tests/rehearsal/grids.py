@@ -74,6 +74,7 @@ def trainer_on(groups: ProcessGroups, flags: str, where: torch.device) -> Iterat
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(groups, f"{SMALL} {flags}", Path(folder), where)
         yield trainer
+        trainer.optimizer.finish_param_gather()  # as a run's last save does
         trainer.metrics.close()
         trainer.engine.detach()
         trainer.pipeline.transport.close()

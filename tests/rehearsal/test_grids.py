@@ -21,6 +21,11 @@ DATA, TENSORS, STAGES = (1, 1), (2, 1), (1, 2)
 CASES = {  # tensor- and pipeline-parallel ranks, flags, what travels over NCCL beside sums
     "dense-fp32": (DATA, "", set()),
     "sharded-fp32": (DATA, "--use-distributed-optimizer", {"reduce-scatter", "all-gather"}),
+    "sharded-overlapped-fp32": (
+        DATA,
+        "--use-distributed-optimizer --overlap-param-gather --ddp-bucket-size 4000",
+        {"reduce-scatter", "all-gather"},
+    ),
     "radius-fp32": (DATA, f"{RADIUS} --grad-path radius", set()),
     "samo-bf16": (DATA, f"--bf16 --grad-path samo {SAMO}", set()),
     "samo-radius-fp16": (DATA, f"{SCALED} {SAMO} {RADIUS} --grad-path samo+radius", set()),

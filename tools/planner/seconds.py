@@ -28,6 +28,7 @@ from tools.planner.timeline import Player, Timeline, driven, timeline
 from tools.planner.traffic import tensor_traffic
 from tools.planner.updates import (
     embedding_seconds,
+    gather_delay,
     in_turns,
     jobs_of,
     norm_seconds,
@@ -88,7 +89,7 @@ def step_seconds(grid: RankGrid, site: Site, ranks: Sequence[RankShapes]) -> Ste
     count = microbatches_of(grid)
     busy = count * slowest.total
     whole = pipeline_seconds(grid, passes, site.message(grid.dims), count)
-    after = [_mean_after(grid, site, rank, slowest.backward) for rank in ranks]
+    after = [_mean_after(grid, site, rank, slowest) for rank in ranks]
     tensor = count * slowest.tensor
     return StepSeconds(
         compute=busy - tensor,
@@ -229,9 +230,10 @@ class AfterBackward(NamedTuple):
 
 
 def after_backward(
-    grid: RankGrid, site: Site, rank: RankShapes, step: StepTraffic, backward: float
+    grid: RankGrid, site: Site, rank: RankShapes, step: StepTraffic, passes: PassSeconds
 ) -> AfterBackward:
     """Return the time after backward in a step of this kind; buckets are sent as they fill."""
+    backward = passes.backward
     link, ranks = site.link(grid.dims, "dp"), grid.dims.dp
     overlaps = grid.config.parallel.overlap_grad_reduce and step.overlaps
 
@@ -248,6 +250,9 @@ def after_backward(
 
     sums = play_sums(rank, step.sent, ready=ready, takes=takes)
     late = sum(map(takes, sums.late))
+    if grid.config.parallel.overlap_param_gather:
+        # The last gradients are those of the first layers.
+        late = gather_delay(rank, sums.late[::-1], takes=takes, forward=passes.forward)
     over, jobs = sums.over(backward), jobs_of(grid, rank, sums)
     found = AfterBackward(sum(map(takes, step.sent)), over - backward + late, 0.0, 0.0)
     norm, update = partial(norm_seconds, grid, site), partial(update_seconds, grid, site)
@@ -258,10 +263,10 @@ def after_backward(
     return found._replace(looked=last.stop - over, updated=sum(update(j.entries) for j in jobs))
 
 
-def _mean_after(grid: RankGrid, site: Site, rank: RankShapes, backward: float) -> AfterBackward:
+def _mean_after(grid: RankGrid, site: Site, rank: RankShapes, passes: PassSeconds) -> AfterBackward:
     """Return `after_backward`, averaged over the steps of the run."""
     kinds = grid.path.plan_traffic(grid.config, rank)
-    found = [(kind.steps, after_backward(grid, site, rank, kind, backward)) for kind in kinds]
+    found = [(kind.steps, after_backward(grid, site, rank, kind, passes)) for kind in kinds]
     count = sum(steps for steps, _ in found)
     if not count:
         return found[0][1]

@@ -28,6 +28,7 @@ from tools.planner.updates import (
     BucketSums,
     UpdateJob,
     embedding_seconds,
+    gather_delay,
     in_turns,
     jobs_of,
     norm_seconds,
@@ -97,10 +98,10 @@ def simulate(setting: Setting) -> list[SimulatedStep]:
     courses = [course_of(setting, lasts) for lasts in setting.lasts]
     found: list[SimulatedStep] = []
     for number, kind in enumerate(setting.kinds):
-        events = list(_Reduction(setting, courses, number).events())
-        found.append(
-            SimulatedStep(kind.name, kind.steps, courses, _phases(setting, courses, events), events)
-        )
+        reduction = _Reduction(setting, courses, number)
+        events = list(reduction.events())
+        phases = _phases(setting, courses, events, reduction.free)
+        found.append(SimulatedStep(kind.name, kind.steps, courses, phases, events))
     return found
 
 
@@ -119,6 +120,8 @@ class _Reduction:
         self._setting, self._courses, self._kind = setting, courses, kind
         self._grid = setting.grid
         self._stages = setting.grid.dims.pp
+        # The times at which the stages may begin the next step.
+        self.free: list[float] = []
         chunks = len(self._grid.split[0])
         # A collective starts when its last rank arrives.
         self._backwards: list[list[tuple[float, float]]] = []
@@ -152,9 +155,16 @@ class _Reduction:
         yield from updates
         for stage in stages:
             free = max(event.stop for event in updates if event.stage == stage)
-            for sent in sums[stage].late:
+            late, rank, updated = sums[stage].late, setting.ranks[stage], free
+            if overlaps := self._grid.config.parallel.overlap_param_gather:
+                late = late[::-1]
+            for sent in late:
                 start, free = free, free + self._takes(sent)
                 yield SimulatedEvent(stage, "gather", f"{sent.kind} {sent.bucket}", start, free)
+            if overlaps:
+                forward = setting.passes[stage].forward
+                free = updated + gather_delay(rank, late, takes=self._takes, forward=forward)
+            self.free.append(free)
 
     def _run(
         self,
@@ -216,7 +226,10 @@ class _Reduction:
 
 
 def _phases(
-    setting: Setting, courses: Sequence[Course], events: Sequence[SimulatedEvent]
+    setting: Setting,
+    courses: Sequence[Course],
+    events: Sequence[SimulatedEvent],
+    free: Sequence[float],
 ) -> SimulatedPhases:
     grid = setting.grid
     count = microbatches_of(grid)
@@ -234,7 +247,7 @@ def _phases(
     ]
     agreed = max([over, *(e.stop for e in lanes["reduce"])])
     updated = max([agreed, *(e.stop for e in events if e.lane == "optimizer")])
-    end = max([updated, *(e.stop for e in lanes["gather"])])
+    end = max([updated, *free])
     ends = (stage == 0) + (stage == grid.dims.pp - 1)
     crossing = count * (4 * len(grid.split[0]) - 2 * ends) if grid.dims.pp > 1 else 0
     messages = setting.message * crossing if setting.links.blocking else 0.0

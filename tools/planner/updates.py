@@ -102,6 +102,28 @@ def play_sums(
     return BucketSums(done, late)
 
 
+def gather_delay(
+    rank: RankShapes,
+    late: Sequence[PlannedCollective],
+    *,
+    takes: Callable[[PlannedCollective], float],
+    forward: float,
+) -> float:
+    """Return the seconds by which `--overlap-param-gather` delays the next step.
+
+    The all-gathers `late` are in forward order. A microbatch's forward pass, which takes `forward`
+    seconds, needs each bucket after the share of its time that the earlier buckets have of all
+    entries.
+    """
+    entries = sum(rank.buckets[each.bucket].numel for each in late)
+    delay, arrived, needed = 0.0, 0.0, 0.0
+    for each in late:
+        arrived += takes(each)
+        delay = max(delay, arrived - needed)
+        needed += forward * rank.buckets[each.bucket].numel / entries
+    return delay
+
+
 def jobs_of(grid: RankGrid, rank: RankShapes, sums: BucketSums) -> list[UpdateJob]:
     """Return a rank's updates in order: pieces if they are updated one by one, else buckets."""
     shared = grid.config.parallel.num_shards(rank.ranks)
