@@ -431,10 +431,13 @@ def _join(
         if len(ranks) == 1:
             continue
         whole = everybody is not None and len(ranks) == dist.get_world_size()
-        handle = dist.group.WORLD if whole else dist.new_group(list(ranks), timeout)
+        about = f"{name} of {ranks[0]}"
+        handle = (
+            dist.group.WORLD if whole else dist.new_group(list(ranks), timeout, group_desc=about)
+        )
         if rank in ranks:
             assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
-            calls = everybody if everybody and whole else Calls(f"{name} of {ranks[0]}")
+            calls = everybody if everybody and whole else Calls(about)
             mine = Group(ranks, ranks.index(rank), handle, timeout, calls, traffic)
     return mine
 
@@ -450,14 +453,17 @@ def _edges(
         for kind, step in (("activations", 1), ("gradients", -1)):
             for place, sender in enumerate(line):
                 receiver = line[(place + step) % len(line)]
-                handle = dist.new_group([sender, receiver], timeout) if apart else pp.handle
+                about = f"{kind} {sender}>{receiver}"
+                handle = pp.handle
+                if apart:
+                    handle = dist.new_group([sender, receiver], timeout, group_desc=about)
                 if rank in (sender, receiver):
                     assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
                     way = "out" if rank == sender else "in"
-                    calls = Calls(f"{kind} {sender}>{receiver}")
                     found[f"{kind}_{way}"] = Group(
-                        (sender, receiver), int(way == "in"), handle, timeout, calls, pp.traffic
-                    )
+                        (sender, receiver), int(way == "in"), handle, timeout, Calls(about),
+                        pp.traffic,
+                    )  # fmt: skip
     return Edges(**found)
 
 
