@@ -250,6 +250,11 @@ class Group:
         except SparsetronError as error:
             mine = error
             problem = {"code": error.exit_code, "text": str(error)}
+        # Errors are gathered only if there is one: the text of each rank on every rank is long.
+        failed = torch.tensor([float(mine is not None)])
+        self.all_reduce(failed, dist.ReduceOp.MAX)
+        if not failed.item():
+            return result  # type: ignore[return-value]  # work returned
         for rank, reply in enumerate(map(json.loads, self.all_gather_str(json.dumps(problem)))):
             if reply:
                 error = ERRORS_BY_CODE.get(reply["code"], SparsetronError)(reply["text"])
@@ -257,7 +262,7 @@ class Group:
                     error = mine
                 error.shared = True
                 raise error
-        return result  # type: ignore[return-value]  # work returned, or we raised
+        raise AssertionError("a rank that failed tells its error")
 
 
 ALONE = Group((0,), 0)
@@ -366,6 +371,16 @@ class ProcessGroups:
         # Observers learn of the group here, before another thread uses it.
         found.all_reduce(torch.zeros(1), dist.ReduceOp.SUM, about="connect")
         return found
+
+    def max_over_world(self, value: torch.Tensor, *, about: str = "") -> torch.Tensor:
+        """Maximise `value` in place over all ranks, axis by axis. Collective over the world.
+
+        gloo passes a message from each rank to the next: 2 (tp + pp + dp) of them in a row are
+        fewer than 2 tp pp dp.
+        """
+        for group in (self.dp, self.tp, self.pp):
+            group.all_reduce(value, dist.ReduceOp.MAX, about=about)
+        return value
 
     def sum_over_model(self, value: torch.Tensor) -> torch.Tensor:
         """Sum `value` in place over the tensor- and pipeline-parallel ranks of one model copy.
