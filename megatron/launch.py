@@ -610,6 +610,14 @@ def _choose_backend(device: torch.device, wanted: str | None) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
+LAZY_GLOO_RANKS = 512
+"""Ranks from which gloo connects two ranks at their first message.
+
+At the start it would connect every rank to every other, after each has read from the store a list
+of addresses of each: bytes that grow with the cube of the ranks, and a socket for each peer.
+"""
+
+
 def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -619,6 +627,8 @@ def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
     if address in ("127.0.0.1", "localhost"):
         # gloo binds to the address of the host name, which may not exist on this machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if launch.world_size >= LAZY_GLOO_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # torchrun keeps its own store at this address, shared by ranks of this and of later starts.
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -667,8 +677,11 @@ def _await_ranks(store: Store, launch: Launch, timeout: timedelta) -> None:
     """Wait until every rank has arrived; `PeerError` names missing ranks."""
     keys = [f"here/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], "1")
+    # Ranks wait for one key, since the keys of all ranks, asked for by each, are many.
+    if store.add("here", 1) == launch.world_size:
+        store.set("here/all", "1")
     try:
-        store.wait(keys, timeout)
+        store.wait(["here/all"], timeout)
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if not missing:

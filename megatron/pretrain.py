@@ -28,6 +28,7 @@ from megatron.data_parallel.gradient_path import GradientPath, PathParts
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError, PeerError
 from megatron.fault_tolerance.exit_signals import ExitSignals
 from megatron.fault_tolerance.failures import Failures
+from megatron.fault_tolerance.flight_recorder import set_recorder_variables
 from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
 from megatron.fault_tolerance.run_lock import check_free
 from megatron.fault_tolerance.watchdog import Watchdog, before_abort
@@ -140,6 +141,8 @@ def _pretrain(
         if needs_mpi(config):
             require_mpi(launch, seconds=60 * config.parallel.distributed_timeout_minutes)
         failures.run_dir = run_dir = name_run_dir(config)
+        if launch.world_size > 1:
+            set_recorder_variables(run_dir)
         if launch.world_size == launch.local_world_size:
             check_free(run_dir)
         return run(task, paths, config, launch, run_dir, failures, held)
@@ -293,7 +296,7 @@ def open_run(
     def locate() -> str:
         if not runtime.is_writer:
             return ""
-        prepare_run_dir(run_dir, attempt=attempt)
+        prepare_run_dir(run_dir, attempt=attempt, ranks=groups.world.size)
         origin = locate_checkpoint(config, run_dir, log=log)
         return json.dumps([str(origin.path), origin.own] if origin else None)
 

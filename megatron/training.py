@@ -251,8 +251,7 @@ class Trainer:
         if not self._replicas_skipped:
             return mine
         most = torch.tensor([mine])
-        self.groups.world.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most.item())
+        return int(self.groups.max_over_world(most).item())
 
     def _compare_replicas(self) -> None:
         with self.optimizer.shared_weights():
@@ -476,8 +475,7 @@ class Trainer:
         """Return whether an earlier start of the run evaluated the test set."""
         mine = self.metrics.has_evaluation(iteration=self.progress.iteration, kind="test")
         known = torch.tensor([int(mine)])
-        self.groups.world.all_reduce(known, dist.ReduceOp.MAX)
-        return bool(known.item())
+        return bool(self.groups.max_over_world(known).item())
 
     # ---- helpers -------------------------------------------------------------------------------
 
@@ -522,7 +520,7 @@ class Trainer:
     def _agree_on(self, request: ExitRequest, *, tag: int) -> ExitRequest:
         """Return the most urgent request of all ranks; raise `PeerError` if their `tag`s differ."""
         vote = torch.tensor([int(request), tag, -tag], dtype=torch.int64)
-        self.groups.world.all_reduce(vote, dist.ReduceOp.MAX, about=f"vote {tag}")
+        self.groups.max_over_world(vote, about=f"vote {tag}")
         most_urgent, newest, oldest = map(int, vote.tolist())
         if newest != -oldest:
             raise PeerError(

@@ -34,7 +34,7 @@ report_environment() {
         SLURM_NTASKS_PER_NODE | SLURM_CPUS_PER_TASK | SLURM_CPUS_ON_NODE | SLURM_GPUS_ON_NODE | \
         SLURM_JOB_END_TIME | CUDA_VISIBLE_DEVICES | ROCR_VISIBLE_DEVICES | OMP_NUM_THREADS | \
         MASTER_ADDR | MASTER_PORT | CUDA_DEVICE_MAX_CONNECTIONS | CUDA_MODULE_LOADING | \
-        NCCL_* | TORCH_NCCL_* | GLOO_* | FI_* | MPICH_*)
+        NCCL_* | TORCH_NCCL_* | TORCH_FR_* | GLOO_* | FI_* | MPICH_*)
         say "$name=${!name}"
         ;;
     esac

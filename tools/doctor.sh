@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Check a machine before a job is given to it: versions, disk, clock, network, and every collective.
+# Check a machine before a job is given to it: versions, disk, clock, network, settings of NCCL, and
+# every collective.
 #   tools/doctor.sh [RUN_DIR]          (runs/doctor; checked is the disk that it lies on)
 # LAUNCHER, NODES, RANKS_PER_NODE, SITE and PYTHON are those of scripts/launch.sh, which starts the
 # ranks as it would for training; without GPU, SITE and RANKS_PER_NODE there are two.
@@ -38,10 +39,14 @@ fi
 export PYTHON
 
 # By full name alone: a pattern such as SLURM_* would let tokens through.
+site=$repo/scripts/site/${SITE:-local}.env
 shown=(SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLURM_NNODES SLURM_NTASKS SLURM_PROCID
   SLURM_CPUS_PER_TASK SLURM_RESTART_COUNT OMP_NUM_THREADS CUDA_VISIBLE_DEVICES MASTER_ADDR
   MASTER_PORT GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME NCCL_IB_HCA NCCL_DEBUG NCCL_NET NCCL_RUNTIME_CONNECT FI_PROVIDER
-  TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_HIGH_PRIORITY CUDA_DEVICE_MAX_CONNECTIONS
+  TORCH_NCCL_ASYNC_ERROR_HANDLING NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_BLOCKING_WAIT NCCL_BLOCKING_WAIT
+  TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_DUMP_ON_TIMEOUT
+  TORCH_FR_BUFFER_SIZE TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_FR_DUMP_TEMP_FILE
+  TORCH_NCCL_DEBUG_INFO_TEMP_FILE TORCH_NCCL_HIGH_PRIORITY CUDA_DEVICE_MAX_CONNECTIONS
   CUDA_MODULE_LOADING LAUNCHER NODES RANKS_PER_NODE SITE)
 for name in "${shown[@]}"; do
   [[ -z ${!name:-} ]] || printf 'environment  %s=%q\n' "$name" "${!name}"
@@ -49,8 +54,17 @@ done
 
 code=0
 "$PYTHON" "$repo/tools/doctor_host.py" "$run_dir" --nodes "${NODES:-1}" || code=$?
+# As launch.sh starts ranks: with what the site's file sets, in a shell of its own. A site without a
+# file is refused by launch.sh.
+if [[ -f $site ]]; then
+  (
+    # shellcheck source=../scripts/site/local.env
+    source "$site"
+    "$PYTHON" "$repo/tools/doctor_settings.py" --device "$DEVICE" --nodes "${NODES:-1}"
+  ) || code=2
+fi
 # shellcheck disable=SC2016 # for that shell to expand
-starts_with=${LAUNCHER:-$(bash -c 'source "$1"; echo "${LAUNCHER:-}"' - "$repo/scripts/site/${SITE:-local}.env" 2>/dev/null || true)}
+starts_with=${LAUNCHER:-$(bash -c 'source "$1"; echo "${LAUNCHER:-}"' - "$site" 2>/dev/null || true)}
 if [[ $starts_with == sbatch && (-n ${LAUNCHER:-} || -z ${SLURM_JOB_ID:-}) ]]; then
   printf 'PROBLEM ranks: LAUNCHER=sbatch would leave a job and look at nothing; run this in an allocation (salloc)\n'
   exit 2

@@ -1,7 +1,7 @@
 """Predict memory, traffic, time and disk space of a run before it starts.
 
     python tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X]
-        [--json] [--paper] [--picture FILE] [FLAGS OF pretrain_gpt.py]
+        [--json] [--paper] [--scale] [--picture FILE] [FLAGS OF pretrain_gpt.py]
 
 Needs neither GPU nor torch. `--site`: a file in scripts/site with the machine's rates; `--gpu`: one
 of its kinds of GPU; `--efficiency`: share of the GPU's peak that forward and backward reach.
@@ -9,6 +9,9 @@ Without `--world-size` one copy of the model is planned. `--paper` also prints t
 memory model; the paper's measurements are printed with every plan of the model that it measured.
 State is counted as it is allocated, activations as autograd saves them, messages as transports keep
 them; time is estimated by a model.
+
+`--scale` prints in place of the plan what grows with the number of ranks, at 64, 1,024 and 8,192
+ranks: calls, files and bytes of each step and each event, and their cost (docs/scale.md).
 
 With `--memory-budget`, a flag of the run, the settings that some budget chooses are printed in
 place of the plan, with planned peaks of the memory ledger and FLOPs. `--picture` draws them.
@@ -42,6 +45,9 @@ from tools.planner.budget import draw_front, front_data, front_lines  # noqa: E4
 from tools.planner.fit import Search, Way  # noqa: E402
 from tools.planner.plan import Plan  # noqa: E402
 from tools.planner.report import as_data, lines_of, stages_lines, ways_lines  # noqa: E402
+from tools.planner.scale import WORLDS, rows  # noqa: E402
+from tools.planner.scale import as_data as scale_data  # noqa: E402
+from tools.planner.scale import lines_of as scale_lines  # noqa: E402
 from tools.planner.site import GIB, Site, read_site, with_efficiency  # noqa: E402
 
 GPT2_VOCABULARY = 50257
@@ -56,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
         config = parse(flags, paths=GRADIENT_PATHS)
+        if options.scale:
+            print("\n".join(_scale(config, options)))
+            return 0
         config = resolve(config, options.world_size or config.parallel.model_parallel_size)
         site = site_of(options)
         vocabulary, note = vocabulary_of(config)
@@ -79,6 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _scale(config: GPTConfig, options: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines on what grows with the number of ranks."""
+    planner = Planner(site_of(options), vocabulary_of(config)[0])
+    found = rows([planner.plan(resolve(config, world), world) for world in WORLDS])
+    yield from [json.dumps(scale_data(found), indent=2)] if options.json else scale_lines(found)
 
 
 def _front(
@@ -185,7 +201,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
     parser = _PlanParser(
         usage="tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X] "
-        "[--json] [--paper] [--picture FILE] [FLAGS OF pretrain_gpt.py]",
+        "[--json] [--paper] [--scale] [--picture FILE] [FLAGS OF pretrain_gpt.py]",
         description=(__doc__ or "").split("\n")[0],
         epilog="pretrain_gpt.py --help lists the flags of a run.",
         allow_abbrev=False,
@@ -196,6 +212,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--efficiency", type=float, help="share of peak (the site's)")
     parser.add_argument("--json", action="store_true", help="print the plan as data")
     parser.add_argument("--paper", action="store_true", help="SAMO's memory model beside ours")
+    parser.add_argument("--scale", action="store_true", help="what grows with the ranks")
     parser.add_argument("--picture", type=Path, help="PNG of what a --memory-budget chooses from")
     options, rest = parser.parse_known_args(argv)
     return options, [*config, *rest]

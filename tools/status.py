@@ -2,10 +2,10 @@
 
     python tools/status.py RUN [--json] [--verify]
 
-Reads status.json, the lock, the heartbeats and the checkpoints of the run folder without changing
-them. Imports neither torch nor numpy, so it works on a login node. A run that status.json calls
-running is reported as lost if no process holds its folder. Names, sizes and headers of a checkpoint
-are checked, with --verify also every byte.
+Reads status.json, the lock, the heartbeats, the checkpoints and, if collectives failed, the
+dumps of the Flight Recorder, without changing them. Imports neither torch nor numpy, so it works
+on a login node. A run that status.json calls running is reported as lost if no process holds its
+folder. Names, sizes and headers of a checkpoint are checked, with --verify also every byte.
 
 Exit code 0 if there is a status, 2 for a folder that is not a run.
 """
@@ -30,7 +30,8 @@ from megatron.checkpoint.find import checkpoints_folder, list_steps  # noqa: E40
 from megatron.checkpoint.format import Manifest  # noqa: E402
 from megatron.checkpoint.verify import verify_folder  # noqa: E402
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
+from megatron.errors import CheckpointError, ConfigError, PeerError, SparsetronError  # noqa: E402
+from megatron.fault_tolerance.flight_recorder import explain  # noqa: E402
 from megatron.fault_tolerance.heartbeat import FOLDER, RankStatus, is_gone, sightings  # noqa: E402
 from megatron.fault_tolerance.run_lock import LOCK, STALE_SECONDS, RunFolderInUse, check_free  # noqa: E402
 from megatron.metrics.logger import JSONL, parse_line  # noqa: E402
@@ -62,6 +63,8 @@ class Standing:
     run: str
     state: str
     why: str = ""
+    collective: str = ""
+    """What the dumps of the Flight Recorder say of a run whose collectives failed."""
     exit_code: int | None = None
     meaning: str = ""
     last_step: int | None = None
@@ -121,6 +124,8 @@ def look(run: Path, *, verify: bool = False) -> Standing:
     else:
         found.last_step = max(steps)
     found.ranks = len(seen) or (manifest.world.get("size") if manifest is not None else None)
+    if found.exit_code == PeerError.exit_code or found.state in ("lost", "unknown"):
+        found.collective = explain(run, found.ranks)
     found.next_command = _next_command(run, found)
     return found
 
@@ -253,6 +258,7 @@ def in_words(found: Standing) -> str:
     """Return the facts as lines of text for a terminal."""
     rows = [("run", found.run), ("state", found.state)]
     rows += [("why", found.why)] * bool(found.why)
+    rows += [("collective", found.collective)] * bool(found.collective)
     if found.exit_code is not None:
         rows.append(("exit code", f"{found.exit_code}: {found.meaning}".rstrip(": ")))
     rows.append(("last step", str(found.last_step)))

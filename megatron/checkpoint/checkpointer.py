@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron.checkpoint.compatibility import (
     check_data,
@@ -214,9 +213,8 @@ class Checkpointer:
             self._conclude(self._background.take)
 
     def _ended_everywhere(self) -> bool:
-        ended = torch.tensor([float(self._background.finished)])
-        self.groups.world.all_reduce(ended, dist.ReduceOp.MIN)
-        return bool(ended.item())
+        running = torch.tensor([float(not self._background.finished)])
+        return not self.groups.max_over_world(running).item()
 
     def _write(
         self, iteration: int, shards: list[LocalShard], state: dict[str, Any], began: float

@@ -132,6 +132,8 @@ class Heartbeat:
         self.step, self.phase, self.changed = 0, "start", time.monotonic()
         self._beats, self._path = 0, None
         self._rings: dict[str, tuple[int, int]] = {}
+        self.last_call = ""
+        """Description of the collective or message issued last, after a comma; empty before."""
         self._file: mmap.mmap | None = None
         self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
         if folder is not None:
@@ -167,6 +169,7 @@ class Heartbeat:
             self._rings[group] = ring, 0
             _TAIL.pack_into(self._memory, _TAILS_AT + ring * _TAIL.size, group.encode(), 0, 0)
         ring, digest = self._rings[group]
+        self.last_call = f", last in collective {number} of {group} ({what})"
         name = what.encode()[:40]
         # The phase is not part of the digest: ranks may wait for the same collective in different
         # phases.

@@ -181,7 +181,7 @@ class RootCause:
         `seen` is the message of the collective. None if a peer has reported its own failure. Takes
         up to `PATIENCE` seconds.
         """
-        here = f"seen by rank {self.rank} in {heartbeat.phase}: {seen}"
+        here = f"seen by rank {self.rank} in {heartbeat.phase}{heartbeat.last_call}: {seen}"
         step, phase = heartbeat.step, heartbeat.phase
         heartbeat.at("leaving")
         deadline = time.monotonic() + PATIENCE

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megatron.errors import PeerError
+from megatron.fault_tolerance.flight_recorder import write_dumps
 from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat, RankStatus, is_gone, sightings
 from megatron.fault_tolerance.root_cause import RootCause, gone_text
 from megatron.status import STATUS, Status
@@ -128,8 +129,8 @@ class Watchdog(threading.Thread):
         if phase in (*_MAY_TAKE_LONG, "leaving") or seconds <= self._limit + SLACK:
             return
         mine = self._mine(
-            f"hangs: in this phase for {seconds:.0f} s, its stacks are on stderr; if that is "
-            "how long it takes, raise --distributed-timeout-minutes"
+            f"hangs: in this phase for {seconds:.0f} s{self._heartbeat.last_call}, its stacks are "
+            "on stderr; if that is how long it takes, raise --distributed-timeout-minutes"
         )
         self._causes.tell(self._causes.parted() or mine)
         self._end()
@@ -183,4 +184,5 @@ class Watchdog(threading.Thread):
                 flush=True,
             )
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            write_dumps(self._causes.run_dir, self._causes.rank)
         os._exit(PeerError.exit_code)

@@ -250,6 +250,11 @@ class Group:
         except SparsetronError as error:
             mine = error
             problem = {"code": error.exit_code, "text": str(error)}
+        # Errors are gathered only if there is one: the text of each rank on every rank is long.
+        failed = torch.tensor([float(mine is not None)])
+        self.all_reduce(failed, dist.ReduceOp.MAX)
+        if not failed.item():
+            return result  # type: ignore[return-value]  # work returned
         for rank, reply in enumerate(map(json.loads, self.all_gather_str(json.dumps(problem)))):
             if reply:
                 error = ERRORS_BY_CODE.get(reply["code"], SparsetronError)(reply["text"])
@@ -257,7 +262,7 @@ class Group:
                     error = mine
                 error.shared = True
                 raise error
-        return result  # type: ignore[return-value]  # work returned, or we raised
+        raise AssertionError("a rank that failed tells its error")
 
 
 ALONE = Group((0,), 0)
@@ -367,6 +372,16 @@ class ProcessGroups:
         found.all_reduce(torch.zeros(1), dist.ReduceOp.SUM, about="connect")
         return found
 
+    def max_over_world(self, value: torch.Tensor, *, about: str = "") -> torch.Tensor:
+        """Maximise `value` in place over all ranks, axis by axis. Collective over the world.
+
+        gloo passes a message from each rank to the next: 2 (tp + pp + dp) of them in a row are
+        fewer than 2 tp pp dp.
+        """
+        for group in (self.dp, self.tp, self.pp):
+            group.all_reduce(value, dist.ReduceOp.MAX, about=about)
+        return value
+
     def sum_over_model(self, value: torch.Tensor) -> torch.Tensor:
         """Sum `value` in place over the tensor- and pipeline-parallel ranks of one model copy.
 
@@ -431,10 +446,13 @@ def _join(
         if len(ranks) == 1:
             continue
         whole = everybody is not None and len(ranks) == dist.get_world_size()
-        handle = dist.group.WORLD if whole else dist.new_group(list(ranks), timeout)
+        about = f"{name} of {ranks[0]}"
+        handle = (
+            dist.group.WORLD if whole else dist.new_group(list(ranks), timeout, group_desc=about)
+        )
         if rank in ranks:
             assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
-            calls = everybody if everybody and whole else Calls(f"{name} of {ranks[0]}")
+            calls = everybody if everybody and whole else Calls(about)
             mine = Group(ranks, ranks.index(rank), handle, timeout, calls, traffic)
     return mine
 
@@ -450,14 +468,17 @@ def _edges(
         for kind, step in (("activations", 1), ("gradients", -1)):
             for place, sender in enumerate(line):
                 receiver = line[(place + step) % len(line)]
-                handle = dist.new_group([sender, receiver], timeout) if apart else pp.handle
+                about = f"{kind} {sender}>{receiver}"
+                handle = pp.handle
+                if apart:
+                    handle = dist.new_group([sender, receiver], timeout, group_desc=about)
                 if rank in (sender, receiver):
                     assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
                     way = "out" if rank == sender else "in"
-                    calls = Calls(f"{kind} {sender}>{receiver}")
                     found[f"{kind}_{way}"] = Group(
-                        (sender, receiver), int(way == "in"), handle, timeout, calls, pp.traffic
-                    )
+                        (sender, receiver), int(way == "in"), handle, timeout, Calls(about),
+                        pp.traffic,
+                    )  # fmt: skip
     return Edges(**found)
 
 

@@ -6,12 +6,14 @@ tools/faults.sh.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from megatron.fault_tolerance.flight_recorder import explain
 from tests.faults.starting import (
     FLAGS,
     TIMEOUT,
@@ -106,6 +108,13 @@ def check(row: FailureCase, ended: Ended) -> float:
     assert ended.all_stderr.count(told) == 1, ended.all_stderr
     if row.fault.startswith("hang"):
         assert "stacks at step" in ended.stderr[row.rank] and "inject.py" in ended.all_stderr
+        # The rank's own watchdog, or the rank that waits, names the collective that it was in.
+        assert re.search(r"last in collective \d+ of world \(.+ of \d+ \w+\)", status["reason"])
+        line = explain(ended.run_dir, 2)
+        lag = (
+            rf"gloo all_reduce \d+ of world, \[\d+\] \w+: rank {other} waits, rank {row.rank} lags"
+        )
+        assert re.fullmatch(f"{lag} behind it", line), line
     seconds = ended.seconds_after_fault(but=row.rank)
     assert seconds <= row.seconds, f"{seconds:.1f} s after {row.fault}"
     return seconds

@@ -20,7 +20,7 @@ from megatron.parallel.groups import (
     ProcessGroups,
     _edges,  # pyright: ignore[reportPrivateUsage]
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, grid
 
 TEXTS = ["", "a", "longer text: é, 漢字\n" * 50, "x" * 10_000]
 
@@ -50,6 +50,16 @@ def on_rank_agreed(groups: ProcessGroups, bad_rank: int) -> str:
 def test_agreed_raises_on_every_rank_or_on_none(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, on_rank_agreed, world - 1) == ["3 corpus.bin: gone"] * world
     assert ranks.run(world, on_rank_agreed, -1) == [f"fine {r}" for r in range(world)]
+
+
+def on_rank_max(groups: ProcessGroups, tp: int) -> list[float]:
+    value = torch.tensor([float(groups.world.rank), -float(groups.world.rank)])
+    return grid(groups, tp=tp).max_over_world(value, about="vote").tolist()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_largest_on_any_rank_is_found_along_the_axes(ranks: Ranks, tp: int) -> None:
+    assert ranks.run(4, on_rank_max, tp) == [[3.0, 0.0]] * 4
 
 
 def on_rank_sum(groups: ProcessGroups) -> list[float]:

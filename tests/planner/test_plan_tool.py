@@ -75,6 +75,23 @@ def test_the_interval_of_recomputation_is_told_with_eq_1_of_axonn(plan: Any) -> 
     assert "Eq. 1" not in plan(f"{REPO}/configs/gpt_124m.yaml --site summit")
 
 
+def test_the_page_has_the_table_of_what_grows_with_the_ranks(plan: Any) -> None:
+    page = (REPO / "docs" / "scale.md").read_text(encoding="utf-8")
+    command = page.partition("python tools/plan.py ")[2].partition("```")[0].replace("\\\n", " ")
+    table = plan(command)
+    assert table.rstrip() in page
+    assert max(map(len, table.splitlines())) <= 101
+    # What was mended does not grow faster than the ranks, and what does is listed as known.
+    steep = table.partition("faster than linear")[2]
+    known = page.partition("## Known")[2]
+    names = [line[2:26].strip() for line in steep.splitlines()[1:]]
+    assert "rendezvous of ranks" not in names and "agreements" not in names
+    for name in names:
+        assert name.split(",")[0].removesuffix(" to all") in known
+    rows = plan(f"{command} --json")
+    assert all(len(row["costs"]) == len(row["worlds"]) == 3 for row in rows)
+
+
 def test_what_does_not_fit_is_told_what_does(plan: Any) -> None:
     found = plan(f"{GPT_2_7B} {STAGES} 4 --json")
     assert not found["fits"] and found["needed"] > found["site"]["memory"]

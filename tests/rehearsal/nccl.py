@@ -278,8 +278,10 @@ def _make_groups_of_gloo(nccl: Nccl) -> None:
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         real_init("cpu:gloo", *args, **kwargs)
 
-    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None) -> Any:
-        group = real_group(ranks, timeout, backend or "cpu:gloo")
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: str | None = None, **more: Any
+    ) -> Any:
+        group = real_group(ranks, timeout, backend or "cpu:gloo", **more)
         if backend == "gloo" and isinstance(group, dist.ProcessGroup):
             nccl.gloo_alone.add(group.group_name)
         return group

@@ -452,6 +452,7 @@ def _others(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[S
     yield from _values("stdlib_corpus", few, "--max-bytes", *NO_COUNTS)
     yield from _values("stdlib_corpus", few, "--vocab-size", "x", "", "1.5")
     yield from _paths("stdlib_corpus", [out, "--library"], [], paths, DATA, without=["empty"])
+    yield from _each("doctor_settings: flags", "doctor_settings", (), (2,), (), ("a", "--device=x"))
     yield from _each("doctor_host: flags", "doctor_host", (), (2,), (), ("a", "--nodes=x"))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.status import read_status
-from tools import doctor_host, doctor_ranks
+from tools import doctor_host, doctor_ranks, doctor_settings
 
 DOCTOR = Path(__file__).resolve().parents[2] / "tools" / "doctor.sh"
 CANARY = "canary-4711"
@@ -59,8 +59,38 @@ def test_wrong_usage_is_one_line(tmp_path: Path) -> None:
 
 def test_a_machine_whose_jobs_are_submitted_is_looked_at_in_an_allocation(tmp_path: Path) -> None:
     for settings in ({"SITE": "perlmutter"}, {"LAUNCHER": "sbatch"}):
-        done = doctor(tmp_path, **settings)
+        done = doctor(tmp_path, TORCH_NCCL_ASYNC_ERROR_HANDLING="0", **settings)
         assert done.returncode == 2 and "run this in an allocation" in done.stdout, done.stdout
+        # Settings of a site's own, and of NCCL where the site has GPUs.
+        for line in ("GLOO_SOCKET_IFNAME=hsn0: no such", "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: no"):
+            assert (f"PROBLEM settings: {line}" in done.stdout) == ("SITE" in settings), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "is_problem"),
+    [
+        ({"NCCL_ASYNC_ERROR_HANDLING": "0"}, "a hang never ends", True),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "true"}, "ends all overlap", True),
+        ({"TORCH_NCCL_ENABLE_MONITORING": "0"}, "no thread is left", True),
+        ({"TORCH_FR_BUFFER_SIZE": "9", "TORCH_NCCL_TRACE_BUFFER_SIZE": "8"}, "disagree", True),
+        ({"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, "against", True),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}, "no hang is explained", False),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "wants 32", False),
+        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}, "60 or more", True),
+        ({"NCCL_SOCKET_IFNAME": "=nope0"}, "no such interface", True),
+        ({"GLOO_SOCKET_IFNAME": "l"}, "no such interface", True),
+        ({}, "GLOO_SOCKET_IFNAME is not set: gloo chooses among", False),
+        ({}, "TORCH_FR_DUMP_TEMP_FILE: not set; a run", False),
+    ],
+)
+def test_settings_that_matter_are_told(
+    environ: dict[str, str], words: str, is_problem: bool
+) -> None:
+    found = list(doctor_settings.settings(environ, device="cuda", nodes=2))
+    assert [wrong for text, wrong in found if words in text] == [is_problem], found
+    assert sum(wrong for _, wrong in found) == is_problem
+    quiet = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^docker,l0"}
+    assert not list(doctor_settings.settings(environ | quiet, device="cpu", nodes=2))
 
 
 def test_a_torch_that_does_not_load_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,224 @@
+"""torch's Flight Recorder: its settings, the dumps of a run that hangs, and what the dumps say.
+
+Every process group records its latest collectives. Torch dumps the record of NCCL when a collective
+times out; a rank of a run that fails also dumps what torch has not dumped, for gloo too.
+
+    RUN/logs/nccl_trace_rank_N, gloo_trace_rank_N     pickles; torch's own reader takes them too
+
+A dump is read without torch, and builds no objects: a pickle that names a class is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count, groupby
+from pathlib import Path
+from typing import Any
+
+FOLDER = "logs"
+SETTINGS = {
+    # The name of torch 2.13, its older name, and the value that a run sets.
+    "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("", "1"),
+    "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{FOLDER}/nccl_trace_rank_"),
+}
+_DUMPS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
+"""Functions of torch's private module that return the record of a backend as a pickle."""
+_NAME = re.compile(r"(nccl|gloo)_trace_rank_([0-9]{1,6})")
+_MOST_BYTES = 1 << 28
+_MOST_SPANS = 8
+_DAMAGE = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError,
+           ArithmeticError, MemoryError)  # fmt: skip
+
+
+def set_recorder_variables(run_dir: Path, environ: MutableMapping[str, str] | None = None) -> None:
+    """Set the variables of the Flight Recorder that the user has not set, under either name.
+
+    Call before a process group is made: torch reads the variables once. As in `set_cuda_variables`,
+    every rank sets its own, since a variable of the launcher's shell need not reach other nodes.
+    """
+    env = os.environ if environ is None else environ
+    for name, (older, value) in SETTINGS.items():
+        if name not in env and older not in env:
+            env[name] = f"{run_dir.absolute()}/{value}" if name.endswith("FILE") else value
+
+
+def clear_dumps(run_dir: Path) -> None:
+    """Make the folder of the dumps, and remove the dumps of earlier starts of the run."""
+    (run_dir / FOLDER).mkdir(exist_ok=True, mode=0o750)
+    for path in _dumps(run_dir):
+        path.unlink(missing_ok=True)
+
+
+def drop_dumps(run_dir: Path) -> None:
+    """Remove the folder of the dumps at an orderly end, unless it holds logs."""
+    with suppress(OSError):
+        (run_dir / FOLDER).rmdir()
+
+
+def write_dumps(run_dir: Path, rank: int) -> None:
+    """Write the record of each backend, unless torch has written it. Errors are passed over."""
+    torch = sys.modules.get("torch._C._distributed_c10d")
+    for backend, function in _DUMPS.items():
+        path = run_dir / FOLDER / f"{backend}_trace_rank_{rank}"
+        if not hasattr(torch, function) or path.exists():
+            continue
+        with suppress(OSError, RuntimeError):
+            # Without stacks, whose symbols take seconds.
+            trace = getattr(torch, function)(True, False, False)
+            part = path.with_name(f"{path.name}.part")
+            part.write_bytes(trace)
+            part.replace(path)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A collective or message in a dump: its count `number` over `group`, and its start in ns."""
+
+    backend: str
+    group: str
+    is_message: bool
+    number: int
+    name: str
+    sizes: str
+    since: int
+    is_open: bool
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.name} {self.number} of {self.group}, {self.sizes}"
+
+
+@dataclass
+class _Line:
+    """The records of one group: a record of each number, last and first open number by rank."""
+
+    records: dict[int, Recorded] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    opened: dict[int, int] = field(default_factory=dict)
+
+    def add(self, rank: int, one: Recorded) -> None:
+        earlier = self.records.get(one.number)
+        if earlier is None or one.since < earlier.since:
+            self.records[one.number] = one
+        self.last[rank] = max(one.number, self.last.get(rank, 0))
+        if one.is_open:
+            self.opened[rank] = min(one.number, self.opened.get(rank, one.number))
+
+    def stuck(self) -> tuple[Recorded, set[int], set[int]] | None:
+        """Return the record that ranks wait in, these ranks, and the ranks that lag behind it."""
+        number = min(self.last.values()) + 1
+        if number > max(self.last.values()):
+            number = min(self.opened.values(), default=0)
+        if number not in self.records:
+            return None
+        behind = {rank for rank, last in self.last.items() if last < number}
+        waiting = self.opened if not behind else self.last
+        return self.records[number], set(waiting) - behind, behind
+
+
+def explain(run_dir: Path, ranks: int | None = None) -> str:
+    """Return one line on the dumps in a run folder: where ranks wait, and which ranks lag.
+
+    `ranks` is the size of the world, if known. The text is empty if there is no dump.
+    """
+    lines: dict[tuple[str, str, bool], _Line] = {}
+    readable: set[int] = set()
+    damaged: set[int] = set()
+    for path in _dumps(run_dir):
+        backend, rank = path.name.split("_")[0], int(path.name.rpartition("_")[2])
+        try:
+            members, records = read_dump(path)
+        except (OSError, *_DAMAGE):
+            damaged.add(rank)
+            continue
+        readable.add(rank)
+        for one in records:
+            key = one.backend, one.group, one.is_message
+            line = lines.setdefault(key, _Line())
+            line.add(rank, one)
+        for group in members:
+            # A rank that never called a group lags behind the ranks that did.
+            lines.setdefault((backend, group, False), _Line()).last.setdefault(rank, 0)
+    if not readable | damaged:
+        return ""
+    found = [stuck for line in lines.values() if (stuck := line.stuck()) is not None]
+    # Ranks that wait for a lagging rank make others wait for them, later.
+    first = min(found, key=lambda one: (not one[2], one[0].since), default=None)
+    text = f"{_named(readable)} dumped, and no rank lags" if readable else "no readable dump"
+    if first is not None:
+        record, waiting, behind = first
+        lag = f"{_named(behind)} lag{_s(behind)} behind it" if behind else "no rank lags"
+        text = f"{record}: {_named(waiting)} wait{_s(waiting)}, {lag}"
+    missing = set(range(ranks or 0)) - readable - damaged
+    text += f"; {_named(damaged)}: the dump is damaged or cut short" * bool(damaged)
+    return text + f"; {_named(missing)} left no dump" * bool(missing)
+
+
+def read_dump(path: Path) -> tuple[list[str], list[Recorded]]:
+    """Return the groups that a dump lists, and its records.
+
+    Raises one of pickle's errors, ValueError, LookupError, TypeError or AttributeError for a file
+    that is no dump.
+    """
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{path}: too large for a dump")
+    data = _Plain(io.BytesIO(path.read_bytes())).load()
+    backend = path.name.split("_")[0]
+    groups = data.get("pg_config", {}).values()
+    members = [_group(one["desc"], one["name"]) for one in groups if one["ranks"] not in ("", "[]")]
+    return members, [_recorded(backend, entry) for entry in data["entries"]]
+
+
+def _recorded(backend: str, entry: Mapping[str, Any]) -> Recorded:
+    group, about = entry["process_group"]
+    inputs = zip(entry["input_sizes"], entry["input_dtypes"], strict=True)
+    return Recorded(
+        backend=backend,
+        group=_group(about, group),
+        is_message=bool(entry["is_p2p"]),
+        number=int(entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]),
+        name=str(entry["profiling_name"]).partition(":")[2],
+        sizes=" and ".join(f"{list(map(int, size))} {dtype}" for size, dtype in inputs),
+        since=int(entry["time_created_ns"]),
+        # gloo does not record when a collective ends.
+        is_open=backend == "nccl" and entry["state"] != "completed",
+    )
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"names {module_name}.{global_name}, as no dump does")
+
+
+def _dumps(run_dir: Path) -> Iterator[Path]:
+    paths = sorted((run_dir / FOLDER).glob("*_trace_rank_*"))
+    yield from (path for path in paths if _NAME.fullmatch(path.name))
+
+
+def _group(about: str, name: str) -> str:
+    """Return the axis that `ProcessGroups` gave torch for a group, or torch's name for it."""
+    if about == "default_pg":
+        return "world"
+    return about if about not in ("", "undefined") else f"group {name}"
+
+
+def _named(ranks: Collection[int]) -> str:
+    """Return ranks as text, such as `rank 3` or `ranks 0-2, 5`."""
+    counter = count()
+    spans = [
+        list(span) for _, span in groupby(sorted(ranks), key=lambda rank: rank - next(counter))
+    ]
+    texts = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
+    more = ", ..." if len(texts) > _MOST_SPANS else ""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(texts[:_MOST_SPANS])}{more}"
+
+
+def _s(ranks: Collection[int]) -> str:
+    return "s" if len(ranks) == 1 else ""
