@@ -521,7 +521,6 @@ class Activations:
             return self._scores + context + self._head_norms(keeps_mixed=False)
         heads, length = model.num_attention_heads // tp, model.seq_length
         pairs = config.training.micro_batch_size * length * length
-        masked = width * pairs if config.data.reset_attention_mask else 0
         if self.grid.device == "cpu" and model.attention_dropout:
             # Without a kernel, weights, dropout noise and their product exist whole, in fp32.
             weights = 4 * (3 * heads * pairs + 3 * rows * inner)
@@ -532,11 +531,11 @@ class Activations:
         if model.position_embedding_type == "rope" or model.qk_layernorm:
             copied = inner + keys
         by_rank = self._cuts_sequence and config.training.micro_batch_size > 1
+        copies_context = by_rank or self._joins_documents
         return (
             width * rows * (mixed + copied)
             + 4 * rows * heads
-            + context * (2 if by_rank else 1)
-            + masked
+            + context * (2 if copies_context else 1)
             + self._head_norms(keeps_mixed=True)
         )
 
@@ -576,13 +575,11 @@ class Activations:
         return self.grid.device == "cpu" and self._width == 2 and not dropout
 
     @property
-    def mask(self) -> int:
-        """Bytes of the documents' mask, if attention keeps the mask itself."""
+    def _joins_documents(self) -> bool:
+        """True if the contexts of documents are computed one by one, and then copied together."""
         config = self.grid.config
-        keeps = self._blocks_attention or config.recompute.recompute_granularity is not None
-        if not (config.data.reset_attention_mask and keeps):
-            return 0
-        return config.training.micro_batch_size * config.model.seq_length**2
+        together = self.grid.device != "cpu" and config.attends_documents_together
+        return config.data.reset_attention_mask and not together
 
     @cached_property
     def _scores(self) -> int:
@@ -592,7 +589,7 @@ class Activations:
         weights; with dropout also the remaining weights and a mask of one byte per weight.
         """
         config, model, tp = self.grid.config, self.grid.config.model, self.grid.dims.tp
-        if self.grid.device == "cpu" or not config.masks_grouped_queries:
+        if self.grid.device == "cpu" or not config.groups_keep_scores:
             return 0
         heads = model.num_attention_heads // tp
         weights = (9 if model.attention_dropout else 4) * heads * self._rows * model.seq_length
@@ -651,7 +648,6 @@ class Activations:
         """Return the bytes of one chunk of a stage, with the model's ends that are in it."""
         count = len(self.grid.split[stage][chunk])
         saved, again = sum(self.by_layer(count)), self._again(count)
-        saved += self.mask
         saved += self.embedding if self.grid.holds_embedding(stage, chunk) else 0
         saved += self.head if self.grid.holds_head(stage, chunk) else 0
         return ChunkBytes(saved, again)

@@ -236,11 +236,11 @@ def _groups_unread(c: GPTConfig) -> Notice:
 
 
 def _scores_kept(c: GPTConfig) -> Notice:
-    if not c.masks_grouped_queries or c.run.device == "cpu":
+    if not c.groups_keep_scores or c.run.device == "cpu":
         return None
     return (
-        f"reset_attention_mask with num_query_groups {c.model.query_groups}: on CUDA most fused "
-        f"kernels of torch do not take both, and {_scores(c)}"
+        f"num_query_groups {c.model.query_groups} in float32: on CUDA no fused kernel of torch "
+        f"takes both, and {_scores(c)}"
     )
 
 
@@ -270,12 +270,28 @@ def _attention_without_cudnn(c: GPTConfig) -> Notice:
     )
 
 
+def _documents_apart(c: GPTConfig) -> Notice:
+    dropout = c.model.attention_dropout
+    if not c.data.reset_attention_mask or c.attends_documents_together:
+        return None
+    if _is_16_bit(c) and dropout:
+        return (
+            f"reset_attention_mask with attention_dropout {dropout}: on CUDA attention runs once "
+            "for each document; --attention-dropout 0 lets one kernel take all documents"
+        )
+    return (
+        f"reset_attention_mask with heads of {c.model.head_dim} in {c.precision.param_dtype}: on "
+        "CUDA attention runs once for each document; one kernel takes all documents in 16 bits, "
+        f"with heads of a multiple of 8 up to {LARGEST_FLASH_HEAD}"
+    )
+
+
 def _odd_heads(c: GPTConfig) -> Notice:
     size, multiple = c.model.head_dim, 8 if _is_16_bit(c) else 4
     if size % multiple == 0:
         return None
     odd = f"head size {size} is not a multiple of {multiple}: on CUDA"
-    if _is_16_bit(c) and size <= LARGEST_FLASH_HEAD and not c.data.reset_attention_mask:
+    if _is_16_bit(c) and size <= LARGEST_FLASH_HEAD:
         padded = -(-size // multiple) * multiple
         return (
             f"{odd} flash attention alone takes it, by copying queries, keys and values to heads "
@@ -372,18 +388,26 @@ class GPTConfig(Config):
     )
 
     @property
-    def masks_grouped_queries(self) -> bool:
-        """True if attention has a mask and fewer key-value heads than query heads.
+    def groups_keep_scores(self) -> bool:
+        """True if attention has fewer key-value heads than query heads, in fp32.
 
-        On CUDA this attention keeps its scores, unless cuDNN, preferred on compute capability 9 and
-        10, takes both.
+        On CUDA this attention keeps its scores.
         """
-        # In torch 2.13 flash attention takes no mask (`check_for_attn_mask` in
-        # ATen/native/transformers/sdp_utils_cpp.h), and memory-efficient attention no `enable_gqa`
-        # (`check_batch_size_and_num_heads_dense<false>` in cuda/sdp_utils.cpp).
-        model = self.model
-        grouped = model.query_groups < model.num_attention_heads
-        return grouped and self.data.reset_attention_mask
+        # In torch 2.13 flash and cuDNN attention take 16 bits alone, and memory-efficient attention
+        # no `enable_gqa` (`check_batch_size_and_num_heads_dense<false>` in
+        # ATen/native/transformers/cuda/sdp_utils.cpp).
+        grouped = self.model.query_groups < self.model.num_attention_heads
+        return grouped and not _is_16_bit(self)
+
+    @property
+    def attends_documents_together(self) -> bool:
+        """True if torch's kernel on CUDA for documents of different lengths takes the heads.
+
+        `model.causal_attention` asks the same of tensors.
+        """
+        size = self.model.head_dim
+        takes_heads = size % 8 == 0 and size <= LARGEST_FLASH_HEAD
+        return _is_16_bit(self) and takes_heads and not self.model.attention_dropout
 
     def complaint_of_batch(self, dp: int) -> Complaint:
         return interleaving_fills_stages(self, dp)
@@ -394,7 +418,7 @@ class GPTConfig(Config):
                 yield line
 
     def cuda_notices(self) -> Iterator[str]:
-        for notice in (_attention_without_cudnn, _odd_heads, _wide_heads):
+        for notice in (_attention_without_cudnn, _documents_apart, _odd_heads, _wide_heads):
             if line := notice(self):
                 yield line
 

@@ -869,7 +869,10 @@ class DataConfig:
         within=at_least(1),
     )
     reset_position_ids: bool = option(default=False, help="Restart positions at each document.")
-    reset_attention_mask: bool = option(default=False, help="Restrict attention to one document.")
+    reset_attention_mask: bool = option(
+        default=False,
+        help="Restrict attention to one document; no mask of all pairs of tokens is made.",
+    )
     eod_mask_loss: bool = option(
         default=False, help="Leave end-of-document tokens out of the loss."
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron.data.batches import fingerprint_of
 from megatron.data.blended_dataset import SampleSource
@@ -16,13 +17,16 @@ from megatron.transfer import to_device
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMicrobatch:
-    """A `Microbatch` on a device, with the same fields, [b, s] each."""
+    """A `Microbatch` on a device, with the same fields, [b, s] each.
+
+    Ids of documents stay on the host, since the lengths of documents become shapes.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor | None
     position_ids: torch.Tensor | None
-    document_ids: torch.Tensor | None
+    document_ids: NDArray[np.int64] | None
     index: int
     counted: int
     """Tokens whose loss counts."""
@@ -47,7 +51,7 @@ class DeviceMicrobatch:
             labels=labels,
             loss_mask=place(mask),
             position_ids=place(batch.position_ids),
-            document_ids=place(batch.document_ids),
+            document_ids=batch.document_ids,
             index=batch.index,
             counted=int(batch.labels.size if mask is None else mask.sum()),
         )

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -253,17 +253,20 @@ def _tell(kept: object) -> None:
                 watch(tensor)
 
 
-@cache
-def _products() -> frozenset[Any]:
-    """Return the operators of torch whose results `keeping_products` keeps."""
-    names = ["mm", "addmm", "bmm", "convolution"]
-    kinds = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    names += [f"_scaled_dot_product_{kind}" for kind in kinds]
-    return frozenset(getattr(torch.ops.aten, name).default for name in names)
+_ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
+_KEPT = {
+    *(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "convolution")),
+    *(f"aten._scaled_dot_product_{name}.default" for name in (*_ATTENTIONS, "cudnn_attention")),
+    "torch_attn._varlen_attn.default",
+}
+"""The operators of torch whose results `keeping_products` keeps.
+
+They are named, since torch registers the last one when the compiler is loaded.
+"""
 
 
 def _policy(context: Any, op: Any, *args: Any, **named: Any) -> CheckpointPolicy:
-    if op not in _products() or _draws(op, args, named):
+    if str(op) not in _KEPT or _draws(op, args, named):
         return CheckpointPolicy.PREFER_RECOMPUTE
     _tell(getattr(context, "op_output", None))  # torch 2.9 does not show it
     return CheckpointPolicy.MUST_SAVE

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -466,7 +467,7 @@ def dry_batch(config: Config, index: int, device: torch.device) -> Batch:
             labels=torch.zeros_like(ids),
             loss_mask=torch.zeros_like(ids, dtype=torch.float32) if data.eod_mask_loss else None,
             position_ids=torch.zeros_like(ids) if data.reset_position_ids else None,
-            document_ids=torch.zeros_like(ids) if data.reset_attention_mask else None,
+            document_ids=np.zeros(ids.shape, np.int64) if data.reset_attention_mask else None,
             counted=ids.numel(),
         )
     if isinstance(config, VisionConfig):

@@ -185,7 +185,6 @@ def _gpt_layers(grid: RankGrid, sizes: Activations, stage: int) -> dict[str, int
             found["embedding"] = sizes.embedding
         for layer, size in zip(layers, sizes.by_layer(len(layers)), strict=True):
             found[f"layers.{layer}"] = size
-        found[f"layers.{layers[0]}"] = found.get(f"layers.{layers[0]}", 0) + sizes.mask
         if grid.holds_head(stage, chunk):
             found[HEAD] = sizes.head
     return {layer: size for layer, size in found.items() if size}

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.low_memory.activation_checkpoint import recomputed
-from megatron.model.blocked_attention import blocked_attention, blocked_attention_serves
+from megatron.model.causal_attention import Documents, causal_attention, fused_attention
 from megatron.model.norm import NORMALIZATIONS
 from megatron.model.rotary import Rotary, rotate
 from megatron.tensor_parallel.collectives import UNCUT, TensorParallel, uncompiled
@@ -88,7 +87,7 @@ class SelfAttention(nn.Module):
         self,
         hidden: torch.Tensor,
         rotary: Rotary | None = None,
-        mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
         cache: KeyValueCache | None = None,
         stream: LayerStream | None = None,
     ) -> torch.Tensor:
@@ -96,16 +95,16 @@ class SelfAttention(nn.Module):
 
         Args:
             rotary: cosines and sines of the whole sequence.
-            mask: bool [b, 1, s, s], True where attention is allowed; None for causal.
+            documents: the documents in which attention stays; None for one document a sample.
             cache: for generation; must be empty for a pass of several positions. Not used if the
                 attention is recomputed.
             stream: the dropout stream that the recomputed part enters in each of its two passes.
         """
         mixed = self.mixed(hidden)
         if self.recomputes and torch.is_grad_enabled():
-            context = _recomputed_core(self, mixed, rotary, mask, stream)
+            context = _recomputed_core(self, mixed, rotary, documents, stream)
         else:
-            context = self.core(mixed, rotary, mask, cache)
+            context = self.core(mixed, rotary, documents, cache)
         return self.output(context)
 
     def mixed(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -120,7 +119,7 @@ class SelfAttention(nn.Module):
         self,
         mixed: torch.Tensor,
         rotary: Rotary | None,
-        mask: torch.Tensor | None,
+        documents: Documents | None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
         """Map the output of `query_key_value` to this rank's contexts [b, s, heads * d].
@@ -137,33 +136,23 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
-        return self._attend(query, key, value, mask, cache)
+        return self._attend(query, key, value, documents, cache)
 
     def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
+        documents: Documents | None,
         cache: KeyValueCache | None,
     ) -> torch.Tensor:
         """Return concatenated contexts [b, s, heads * d] of heads [b, s, *, d]."""
         dropout = self.dropout if self.training else 0.0
-        if cache is None and dropout == 0 and blocked_attention_serves(query):
-            return blocked_attention(query, key, value, mask).flatten(2)
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [b, *, s, d]
-        if cache is not None:
-            key, value = cache.extend(key, value)
-        context = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None and query.shape[2] > 1,
-            enable_gqa=self.num_heads != self.num_groups,
-        )
-        return context.transpose(1, 2).flatten(2)
+        if cache is None:
+            return causal_attention(query, key, value, documents, dropout=dropout).flatten(2)
+        key, value = cache.extend(key.transpose(1, 2), value.transpose(1, 2))
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        return fused_attention(query, key, value, dropout=dropout).flatten(2)
 
 
 # Seeding would break a compiled graph, so the core runs uncompiled.
@@ -172,22 +161,14 @@ def _recomputed_core(
     attention: SelfAttention,
     mixed: torch.Tensor,
     rotary: Rotary | None,
-    mask: torch.Tensor | None,
+    documents: Documents | None,
     stream: LayerStream | None,
 ) -> torch.Tensor:
-    def core(mixed: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None) -> torch.Tensor:
+    def core(
+        mixed: torch.Tensor, rotary: Rotary | None, documents: Documents | None
+    ) -> torch.Tensor:
         if stream is not None:
             stream.heads()
-        return attention.core(mixed, rotary, mask)
+        return attention.core(mixed, rotary, documents)
 
-    return recomputed(core, mixed, rotary, mask)
-
-
-def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
-    """Return a block-causal mask, bool [b, 1, s, s], from document ids [b, s].
-
-    It is True where position i may attend to j: j <= i in the same document.
-    """
-    length = document_ids.shape[1]
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril_()
+    return recomputed(core, mixed, rotary, documents)

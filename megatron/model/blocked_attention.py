@@ -42,25 +42,18 @@ def blocked_attention_serves(query: torch.Tensor) -> bool:
     )
 
 
-def blocked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+def blocked_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Compute causal softmax(q k^T / sqrt(d)) v.
 
     Args:
         query: [b, s, g * p, d]; the first p heads belong to the first group, and so on.
         key: [b, s, g, d].
         value: [b, s, g, d].
-        mask: bool [b, 1, s, s], True where attention is allowed; False above the diagonal, since
-            later keys are skipped.
 
     Returns:
         The contiguous context, [b, s, g * p, d].
     """
-    return _BlockedAttention.apply(query, key, value, mask)
+    return _BlockedAttention.apply(query, key, value)
 
 
 class _Block(NamedTuple):
@@ -70,7 +63,7 @@ class _Block(NamedTuple):
     queries: slice
     keys: slice
     mask: torch.Tensor
-    """Additive mask in the products' dtype, 0 or -inf: [p * queries, keys], or one per group."""
+    """Additive mask in the products' dtype, 0 or -inf: [p * queries, keys]."""
 
 
 class _BlockedAttention(torch.autograd.Function):
@@ -80,17 +73,16 @@ class _BlockedAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
     ) -> torch.Tensor:
         queries, keys, values = (_by_group(part, key.shape[2]) for part in (query, key, value))
-        context = product_result(_contexts, queries, keys, values, mask)
-        ctx.save_for_backward(queries, keys, values, mask)
+        context = product_result(_contexts, queries, keys, values)
+        ctx.save_for_backward(queries, keys, values)
         return _by_position(context, query.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        queries, keys, values, mask = ctx.saved_tensors
+        queries, keys, values = ctx.saved_tensors
         batch, length, heads, size = grads[0].shape
         kv_shape = (batch, length, keys.shape[0] // batch, size)
         grad_context = _by_group(grads[0], kv_shape[2])
@@ -99,7 +91,7 @@ class _BlockedAttention(torch.autograd.Function):
         grad_keys = torch.zeros_like(keys, dtype=torch.float32)
         grad_values = torch.zeros_like(values, dtype=torch.float32)
         scale = 1 / math.sqrt(size)
-        for block in _blocks(queries, mask):
+        for block in _blocks(queries):
             seen = block.groups, 0, block.keys
             weights = _weights(queries, keys, block)
             grad = _take(grad_context, block)
@@ -113,21 +105,18 @@ class _BlockedAttention(torch.autograd.Function):
             _by_position(grad_queries, grads[0].shape),
             _by_position(grad_keys.to(keys.dtype), kv_shape),
             _by_position(grad_values.to(values.dtype), kv_shape),
-            None,
         )
 
 
-def _contexts(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
+def _contexts(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     context = torch.empty_like(queries)
-    for block in _blocks(queries, mask):
+    for block in _blocks(queries):
         weights = _weights(queries, keys, block)
         _put(context, block, torch.bmm(weights, _seen(values, block)))
     return context
 
 
-def _blocks(queries: torch.Tensor, mask: torch.Tensor | None) -> Iterator[_Block]:
+def _blocks(queries: torch.Tensor) -> Iterator[_Block]:
     """Split queries [n, p, s, d] into blocks whose scores stay in cache."""
     num_groups, per_group, length, _ = queries.shape
     dtype = queries.dtype if multiplies_natively(queries.dtype) else torch.float32
@@ -141,20 +130,7 @@ def _blocks(queries: torch.Tensor, mask: torch.Tensor | None) -> Iterator[_Block
         causal = causal.flatten(0, 1)
         for first in range(0, num_groups, together):
             groups = slice(first, min(first + together, num_groups))
-            block = _Block(groups, slice(start, stop), slice(0, stop), causal)
-            if mask is not None:
-                block = block._replace(mask=_documents(mask, block, num_groups))
-            yield block
-
-
-def _documents(mask: torch.Tensor, block: _Block, num_groups: int) -> torch.Tensor:
-    """Return a block's additive mask [groups, p * queries, keys] from the mask of each sample."""
-    groups = torch.arange(block.groups.start, block.groups.stop)
-    samples = groups // (num_groups // mask.shape[0])
-    allowed = mask[:, 0, block.queries, block.keys][samples]
-    per_group = block.mask.shape[0] // allowed.shape[1]
-    scores = torch.zeros(allowed.shape, dtype=block.mask.dtype).masked_fill_(~allowed, -math.inf)
-    return scores.repeat(1, per_group, 1)
+            yield _Block(groups, slice(start, stop), slice(0, stop), causal)
 
 
 def _weights(queries: torch.Tensor, keys: torch.Tensor, block: _Block) -> torch.Tensor:

@@ -24,7 +24,8 @@ from megatron.low_memory.checkpoint_interval import (
     recomputes_attention,
     runs_by_operators,
 )
-from megatron.model.attention import KeyValueCache, document_mask
+from megatron.model.attention import KeyValueCache
+from megatron.model.causal_attention import Documents
 from megatron.model.chunk import ModelChunk
 from megatron.model.embedding import Embedding, OutputLayer
 from megatron.model.flops import is_of_heads
@@ -39,6 +40,9 @@ from megatron.tensor_parallel.layers import shards_of
 from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams, LayerStream
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from megatron.config import ModelConfig, RecomputeConfig
     from megatron.data.data_loader import DeviceMicrobatch
 
@@ -112,14 +116,15 @@ class GPT(ModelChunk):
         self,
         tokens: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
+        document_ids: NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
         """Return the logits of the whole model, which must have embedding and head on this stage.
 
         Args:
             tokens: int64 [b, s].
             position_ids: [b, s]; None for 0..s-1.
-            document_ids: [b, s]; attention stays inside runs of equal ids. None for one document.
+            document_ids: [b, s] on the host; attention stays inside runs of equal ids. None for one
+                document.
 
         Returns:
             The logits [b, s, columns] of this rank's share of the vocabulary. Padding columns have
@@ -135,7 +140,7 @@ class GPT(ModelChunk):
         labels: torch.Tensor,
         loss_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
+        document_ids: NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
         """Return the sum over tokens of loss_mask * cross-entropy, an fp32 scalar.
 
@@ -185,7 +190,7 @@ class GPT(ModelChunk):
         self,
         hidden: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
+        document_ids: NDArray[np.int64] | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> torch.Tensor:
         """Run the layers of this stage: [b, s, h] -> [b, s, h], or [b, s/tp, h] likewise.
@@ -195,17 +200,17 @@ class GPT(ModelChunk):
         not seed dropout.
         """
         rotary = self._rotary_at(position_ids, self.tp.whole_length(hidden.shape[1]))
-        mask = None if document_ids is None else document_mask(document_ids)
+        documents = None if document_ids is None else Documents.of(document_ids, hidden.device)
         if caches is not None:
             assert self.tp.size == 1, "caches hold every head"
             for layer, cache in zip(self.layers, caches, strict=True):
-                hidden = layer(hidden, rotary, mask, cache)
+                hidden = layer(hidden, rotary, documents, cache)
             return hidden
         if self._by_operators is not None:
             blocks: list[Block] = []
             for index, layer in enumerate(self.layers):
                 assert isinstance(layer, TransformerLayer)
-                blocks.append(layer.operators(rotary, mask, self._stream(index)))
+                blocks.append(layer.operators(rotary, documents, self._stream(index)))
             (hidden,) = run_blocks(
                 blocks, hidden, recompute=self._by_operators, preserve_rng=self._draws_dropout
             )
@@ -213,9 +218,9 @@ class GPT(ModelChunk):
         for span in self.spans:
             run = self._span_runner(span)
             if span.recomputed and torch.is_grad_enabled():
-                hidden = recomputed(run, hidden, rotary, mask)
+                hidden = recomputed(run, hidden, rotary, documents)
             else:
-                hidden = run(hidden, rotary, mask)
+                hidden = run(hidden, rotary, documents)
         return hidden
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -278,13 +283,13 @@ class GPT(ModelChunk):
         streams = [self._stream(index) for index in range(span.start, span.stop)]
 
         def run(
-            hidden: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None
+            hidden: torch.Tensor, rotary: Rotary | None, documents: Documents | None
         ) -> torch.Tensor:
             for index, stream in enumerate(streams, span.start):
                 if stream is not None:
                     stream.heads()
                 inner = stream if self._layers_seed else None
-                hidden = self.layers[index](hidden, rotary, mask, None, inner)
+                hidden = self.layers[index](hidden, rotary, documents, None, inner)
             return hidden
 
         return run

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.low_memory.activation_checkpoint import Block, Operator
 from megatron.model.attention import KeyValueCache, SelfAttention
+from megatron.model.causal_attention import Documents
 from megatron.model.mlp import MLP
 from megatron.model.norm import NORMALIZATIONS
 from megatron.model.rotary import Rotary
@@ -47,7 +48,7 @@ class TransformerLayer(nn.Module):
         self,
         hidden: torch.Tensor,
         rotary: Rotary | None = None,
-        mask: torch.Tensor | None = None,
+        documents: Documents | None = None,
         cache: KeyValueCache | None = None,
         stream: LayerStream | None = None,
     ) -> torch.Tensor:
@@ -56,7 +57,7 @@ class TransformerLayer(nn.Module):
         Dropout draws from the default generator. `stream` is entered again if attention is
         recomputed, or if hidden states have another stream than heads.
         """
-        branch = self.attention(self.input_norm(hidden), rotary, mask, cache, stream)
+        branch = self.attention(self.input_norm(hidden), rotary, documents, cache, stream)
         if stream is not None:
             stream.hidden()
         hidden = hidden + self._drop(branch)
@@ -64,7 +65,7 @@ class TransformerLayer(nn.Module):
         return hidden + self._drop(branch)
 
     def operators(
-        self, rotary: Rotary | None, mask: torch.Tensor | None, stream: LayerStream | None
+        self, rotary: Rotary | None, documents: Documents | None, stream: LayerStream | None
     ) -> Block:
         """Return `forward` as operators on hidden states and the output of a branch.
 
@@ -75,7 +76,7 @@ class TransformerLayer(nn.Module):
         def attend(hidden: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
             if stream is not None:
                 stream.heads()
-            return hidden, self.attention.core(mixed, rotary, mask)
+            return hidden, self.attention.core(mixed, rotary, documents)
 
         def add_attention(hidden: torch.Tensor, context: torch.Tensor) -> tuple[torch.Tensor]:
             branch = self.attention.output(context)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.model import attention
+from megatron.model import causal_attention
 from megatron.processor import multiplies_natively
 from megatron.tensor_parallel import products
 from tools.bench.precision.run import HALF, SMOKE, measure
@@ -14,12 +14,12 @@ from tools.bench.precision.run import HALF, SMOKE, measure
 
 def test_every_dtype_trains_alike_widened_or_not(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    kept = products.must_widen, attention.blocked_attention_serves
+    kept = products.must_widen, causal_attention.blocked_attention_serves
     try:
         found = measure(SMOKE, rounds=1, folder=tmp_path)
     finally:
         torch.set_num_threads(threads)
-    assert kept == (products.must_widen, attention.blocked_attention_serves)
+    assert kept == (products.must_widen, causal_attention.blocked_attention_serves)
     widened = [name for name, dtype in HALF.items() if not multiplies_natively(dtype)]
     slow = [f"{name}, not widened" for name in widened]
     assert [timing.name for timing in found.timings] == ["fp32", "bf16", "fp16", *slow]

@@ -253,16 +253,15 @@ def test_no_heavy_import() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_masked_query_groups_are_told_what_they_keep_on_cuda() -> None:
+def test_query_groups_in_fp32_are_told_what_they_keep_on_cuda() -> None:
     groups = ("--group-query-attention", "--num-query-groups", "2")
-    mask = ("--reset-attention-mask",)
 
     def told(*flags: str) -> list[str]:
         return [line for line in read(*flags).notices if "scores of each head" in line]
 
-    (line,) = told(*groups, *mask)
-    assert "reset_attention_mask with num_query_groups 2" in line and "MiB a microbatch" in line
-    assert not told(*groups) and not told(*mask) and not told(*groups, *mask, "--device", "cpu")
+    (line,) = told(*groups)
+    assert "num_query_groups 2 in float32" in line and "MiB a microbatch" in line
+    assert not told() and not told(*groups, "--bf16") and not told(*groups, "--device", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +273,12 @@ def test_masked_query_groups_are_told_what_they_keep_on_cuda() -> None:
         ("", ""),
         ("--bf16 --kv-channels 188", "head size 188 is not a multiple of 8: on CUDA flash"),
         ("--bf16 --kv-channels 188", "queries, keys and values to heads of 192"),
-        ("--bf16 --kv-channels 188 --reset-attention-mask", "no fused kernel of torch takes it"),
+        ("--bf16 --reset-attention-mask --attention-dropout 0", ""),
+        (
+            "--bf16 --reset-attention-mask --attention-dropout 0.125",
+            "reset_attention_mask with attention_dropout 0.125: on CUDA attention runs once",
+        ),
+        ("--reset-attention-mask", "reset_attention_mask with heads of 16 in float32: on CUDA"),
         ("--bf16 --kv-channels 260", "no fused kernel of torch takes it, and a layer then keeps"),
         ("--kv-channels 188", ""),
         ("--kv-channels 94", "head size 94 is not a multiple of 4: on CUDA no fused kernel"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,12 +57,12 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Reade
 
 
 def values(batches: Any) -> list[dict[str, Any]]:
-    """Return the fields of each batch, tensors as bytes."""
+    """Return the fields of each batch, tensors and arrays as bytes."""
 
     def plain(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor | np.ndarray):
             return value
-        return value.dtype, tuple(value.shape), value.numpy().tobytes()
+        return value.dtype, tuple(value.shape), np.asarray(value).tobytes()
 
     return [{f.name: plain(getattr(batch, f.name)) for f in fields(batch)} for batch in batches]
 

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,7 +53,7 @@ def microbatches(count: int) -> list[DeviceMicrobatch]:
     """Return microbatches of two documents each, which attention keeps apart on every stage."""
     generator = torch.Generator().manual_seed(5)
     shape = (2, MODEL.seq_length)
-    documents = (torch.arange(MODEL.seq_length) > 2).long().expand(shape)
+    documents = np.tile(np.arange(MODEL.seq_length) > 2, (2, 1)).astype(np.int64)
     return [
         DeviceMicrobatch(
             tokens=torch.randint(VOCABULARY, shape, generator=generator),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -13,8 +14,8 @@ from megatron.config import parse, resolve
 from megatron.data.data_loader import DeviceMicrobatch
 from megatron.data.vocabulary import Vocabulary
 from megatron.memory_estimate import Activations
-from megatron.model import attention as attention_module
-from megatron.model.attention import SelfAttention, document_mask
+from megatron.model.attention import SelfAttention
+from megatron.model.causal_attention import Documents
 from megatron.model.rotary import rotary_table
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.stage import Stage
@@ -35,6 +36,7 @@ LLAMA = (
 )
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 FULL = "--recompute-granularity full"
+DOCUMENTS = np.repeat([[0, 1, 2]], [13, 16, 19], axis=1)
 CASES = {
     "GPT-2": (1, STILL),
     "GPT-2 bf16": (1, f"{STILL} --bf16"),
@@ -43,6 +45,8 @@ CASES = {
     "exact GELU": (1, f"{STILL} --gelu erf"),
     "documents": (1, f"{STILL} --reset-attention-mask"),
     "documents bf16": (1, f"{STILL} --reset-attention-mask --bf16"),
+    "documents sequence": (2, f"{STILL} {TP} --sequence-parallel --reset-attention-mask {LLAMA}"),
+    "documents recomputed": (1, f"{STILL} {FULL} --reset-attention-mask"),
     "GPT-2 fp16": (1, f"{STILL} --fp16"),
     "gated": (1, f"{STILL} {LLAMA}"),
     "gated bf16": (1, f"{STILL} {LLAMA} --bf16"),
@@ -93,9 +97,11 @@ def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tu
         labels=ids.clone(),
         position_ids=None,
         loss_mask=None,
-        document_ids=ids.clone() if config.data.reset_attention_mask else None,
+        document_ids=DOCUMENTS.repeat(batch, 0) if config.data.reset_attention_mask else None,
         counted=ids.numel(),
     )
+    ids = microbatch.document_ids
+    documents = None if ids is None else Documents.of(ids, torch.device("cpu"))
     found: list[tuple[int, int]] = []
     for number, chunk in enumerate(chunks):
         known = [*chunk.parameters(), *(chunk._rotary or ()), *vars(microbatch).values()]
@@ -115,7 +121,7 @@ def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tu
             inner = torch.randn(shape, dtype=next(chunk.parameters()).dtype, requires_grad=True)
             again.known.add(inner.untyped_storage().data_ptr())
             with saved_tensors_hooks(again.pack, lambda tensor: tensor):
-                chunk._span_runner(longest)(inner, rotary, None)
+                chunk._span_runner(longest)(inner, rotary, documents)
         found.append((saved.nbytes, again.nbytes))
     return found
 
@@ -158,46 +164,59 @@ MASKED = f"{STILL} --reset-attention-mask"
 
 @pytest.mark.parametrize(
     "more",
-    [GROUPS, f"{GROUPS} --bf16", LLAMA, f"{LLAMA} --bf16", f"{GROUPS} --qk-layernorm"],
+    [GROUPS, LLAMA, f"{GROUPS} --qk-layernorm", f"{GROUPS} --reset-attention-mask"],
 )
 def test_attention_without_a_fused_kernel_keeps_what_torch_saves(
-    more: str, monkeypatch: pytest.MonkeyPatch
+    more: str,
 ) -> None:
     """torch's fallback attention is the same code on a CPU and on CUDA."""
-    monkeypatch.setattr(attention_module, "blocked_attention_serves", lambda query: False)
-    grid = planned(f"{MODEL} {MASKED} {more}", 1, vocabulary=97)
+    grid = planned(f"{MODEL} {STILL} {more}", 1, vocabulary=97)
     model, dtype = grid.config.model, getattr(torch, grid.config.precision.param_dtype)
     attention = SelfAttention(model, dtype=dtype, device=torch.device("cpu"))
     batch, length = grid.config.training.micro_batch_size, model.seq_length
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter)
     hidden = torch.randn(batch, length, model.hidden_size, dtype=dtype)
-    mask = document_mask(torch.zeros(batch, length, dtype=torch.int64))
+    documents = None
+    if grid.config.data.reset_attention_mask:
+        documents = Documents.of(np.zeros((batch, length), np.int64), hidden.device)
     rotary = None
     if model.position_embedding_type == "rope":
         rotary = rotary_table(
             length, head_dim=model.head_dim, percent=1.0, base=1e4, device=hidden.device
         )
-    saved = SavedActivations([hidden, mask, *attention.parameters(), *(rotary or ())])
+    saved = SavedActivations([hidden, *attention.parameters(), *(rotary or ())])
     with sdpa_kernel(SDPBackend.MATH), saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-        attention(hidden, rotary, mask)
+        attention(hidden, rotary, documents)
     sizes = Activations(replace(grid, device="cuda"))
     assert sizes.attention == pytest.approx(saved.nbytes, rel=0.02)
 
 
-def test_masked_query_groups_keep_their_scores_on_cuda_alone() -> None:
-    def kept(flags: str, device: str) -> int:
-        grid = planned(f"{MODEL} --seq-length 4096 {flags}", 1, vocabulary=97)
-        return Activations(replace(grid, device=device)).attention
+def kept_by_attention(flags: str, device: str) -> int:
+    grid = planned(f"{MODEL} --seq-length 4096 {flags}", 1, vocabulary=97)
+    return Activations(replace(grid, device=device)).attention
 
+
+def test_query_groups_in_fp32_keep_their_scores_on_cuda_alone() -> None:
     scores = 4 * 2 * 4 * 4096**2  # fp32, 2 samples and 4 heads
-    assert kept(f"{MASKED} {GROUPS}", "cuda") > scores
-    for flags in (MASKED, f"{STILL} {GROUPS}"):
-        assert kept(flags, "cuda") < scores
-    assert kept(f"{MASKED} {GROUPS}", "cpu") < scores
-    still, dropped = (
-        kept(f"{GROUPS} --reset-attention-mask {more}", "cuda") for more in (STILL, "")
-    )
+    assert kept_by_attention(f"{STILL} {GROUPS}", "cuda") > scores
+    for flags in (MASKED, f"{STILL} {GROUPS} --bf16"):
+        assert kept_by_attention(flags, "cuda") < scores
+    assert kept_by_attention(f"{STILL} {GROUPS}", "cpu") < scores
+    still, dropped = (kept_by_attention(f"{GROUPS} {more}", "cuda") for more in (STILL, ""))
     assert dropped - still == 5 * scores // 4
-    grid = planned(f"{MODEL} --seq-length 4096 {MASKED} {GROUPS}", 1, vocabulary=97)
+    grid = planned(f"{MODEL} --seq-length 4096 {STILL} {GROUPS}", 1, vocabulary=97)
     assert Activations(replace(grid, device="cuda")).of_stage(0).gradients == 2 * scores
+
+
+def test_documents_cost_a_copy_of_the_context_where_no_kernel_takes_all_of_them() -> None:
+    def more(flags: str, device: str) -> int:
+        one, many = (kept_by_attention(f"{f} {flags}", device) for f in (STILL, MASKED))
+        return many - one
+
+    context = 4 * 2 * 4096 * 64
+    assert more("", "cpu") == more("", "cuda") == context
+    assert more("--bf16", "cuda") == more("--bf16", "cpu") == more(f"--bf16 {GROUPS}", "cuda") == 0
+    dropped = [f"--attention-dropout 0.1 --bf16 {mask}" for mask in ("", "--reset-attention-mask")]
+    one, many = (kept_by_attention(flags, "cuda") for flags in dropped)
+    assert many - one == context // 2

@@ -12,6 +12,7 @@ memory.
     streams.py            streams and events with vector clocks: what is ordered before what
     memory.py             memory of the device, pinned memory of the host; races, early frees
     operations.py         every operation on tensors of the device
+    flash.py              flash attention over documents of different lengths
     device.py             `install`: all of the above behind `torch.cuda`
     serve.py, process.py  a process with the device, and how tests talk to it
     nccl.py               NCCL over gloo: a stream for each communicator, and a log of all calls
@@ -29,9 +30,9 @@ Kinds of findings:
     receive ahead  something is issued between an NCCL receive and the wait for it, although the
                    receive may hold up the device until its sender is there
 
-The rehearsal cannot see speed, the rounding of real kernels, flash attention (attention is computed
-by its parts), compiled Triton kernels (the kernels are interpreted), memory pressure, host code
-that reads pinned memory too early, and what NCCL does inside: its buffers, its timeouts, its ways
-over the network, and an MPI library that reads the device's memory itself. It depends on internals
-of torch, so it runs with the tested version of torch only.
+The rehearsal cannot see speed, the rounding of real kernels, real flash attention (attention is
+computed by its parts), compiled Triton kernels (the kernels are interpreted), memory pressure, host
+code that reads pinned memory too early, and what NCCL does inside: its buffers, its timeouts, its
+ways over the network, and an MPI library that reads the device's memory itself. It depends on
+internals of torch, so it runs with the tested version of torch only.
 """

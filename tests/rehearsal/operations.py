@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.rehearsal import flash
 from tests.rehearsal.findings import Findings
 from tests.rehearsal.memory import Memory
 
@@ -21,6 +22,11 @@ VIEWS = {"as_strided", "view", "_reshape_alias", "unfold", "set_"}
 FACTORIES = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like"}
 # CUDA takes a CPU tensor beside its own: as an index, which is copied, or to copy from.
 INDEXING = {"index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"}
+PLAYED = {
+    "_flash_attention_forward": flash.forward,
+    "_flash_attention_backward": flash.backward,
+}
+"""Operations that have no CPU kernel."""
 WAITING = {
     "nonzero": "counts its result on the device",
     "masked_select": "counts its result on the device",
@@ -210,6 +216,9 @@ class Operations:
         kwargs = {key: _mapped(value, lowered) for key, value in kwargs.items()}
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
+        name = op._schema.name.removeprefix("aten::")
+        if name in PLAYED:
+            return PLAYED[name](*args, **kwargs)
         if not _draws(op):
             return _call(op, tensors, args, kwargs)
         kwargs.pop("generator", None)

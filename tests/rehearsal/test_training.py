@@ -14,12 +14,15 @@ from tests.rehearsal.process import Rehearsal, needs_rehearsal
 pytestmark = needs_rehearsal
 RADIUS = "--grad-path radius --radius-interval 3 --radius-start-iter 1"
 SAMO = "--samo-sparsity 0.8 --samo-pruning random"
+DOCUMENTS = "--tokenizer-type NullTokenizer --reset-attention-mask"
 CASES = {
     "dense-fp32": "",
     "dense-bf16-recompute": "--bf16 --recompute-granularity full --hidden-dropout 0.1",
     "dense-fp16-dropout": "--fp16 --initial-loss-scale 65536 --attention-dropout 0.1",
     "dense-llama": "--bf16 --swiglu --position-embedding-type rope --normalization RMSNorm "
     "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
+    "documents-bf16": f"--bf16 {DOCUMENTS} --group-query-attention --num-query-groups 2",
+    "documents-fp32": DOCUMENTS,
     "offload": "--bf16 --optimizer-cpu-offload --offload-bucket-size 65536 --clip-grad 0",
     "offload-clipped": "--bf16 --optimizer-cpu-offload --offload-bucket-size 65536",
     "radius-fp32": RADIUS,

@@ -253,9 +253,6 @@ class Plan:
         if self.grid.dims.tp > 1 and self.stages[0].rank.stored:
             found.append("which entries a mask leaves on a tensor-parallel rank is known once it is"
                          " drawn; each is taken to have its share")  # fmt: skip
-        if self.grid.device == "cuda" and self.grid.config.masks_grouped_queries:
-            found.append("attention with query groups and document masks is counted with its"
-                         " scores; cuDNN, on Hopper and later GPUs, may keep none")  # fmt: skip
         if choose_compilation(self.grid.config, self.grid.device, triton=True, compiler=True).on:
             found.append("activations are counted of layers that are not compiled,"
                          " as with --compile false")  # fmt: skip

@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 
 from megatron.errors import ConfigError, SparsetronError
-from megatron.model import attention
+from megatron.model import causal_attention
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.processor import (
@@ -67,7 +67,7 @@ class Unwidened:
 def _unwidened() -> Iterator[None]:
     with (
         mock.patch.object(products, "must_widen", lambda dtype, device: False),
-        mock.patch.object(attention, "blocked_attention_serves", lambda query: False),
+        mock.patch.object(causal_attention, "blocked_attention_serves", lambda query: False),
     ):
         yield
 
