@@ -3,7 +3,7 @@
     python tools/simulate.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X]
         [--slow STAGE:TIMES] [--jitter SIGMA] [--seed N] [--copies N] [--blocking-messages]
         [--width COLUMNS] [--json] [FLAGS OF pretrain_gpt.py]
-    python tools/simulate.py --paper network|radius|axonn|samo|all [--out FOLDER] [--json]
+    python tools/simulate.py --paper network|radius|axonn|samo|all|shapes [--out FOLDER] [--json]
 
 Needs neither GPU nor torch. Durations are those of tools/plan.py, whose phases add up; in the
 simulation they overlap. `--slow 2:1.5` makes all passes of stage 2 take 1.5 times as long.
@@ -12,7 +12,8 @@ all-reduces wait for the slowest. With `--blocking-messages` a message keeps sen
 from computing.
 
 `--paper` compares the simulation with measurements of papers and of this repository's benchmarks,
-and lists fitted constants; `--out` writes README.md and results.json.
+and lists fitted constants; `--out` writes README.md and results.json. `--paper shapes` compares one
+share of peak with a law of the shapes of products, in shapes.md and shapes.json.
 
 Exit code 2 for wrong settings.
 """
@@ -41,7 +42,7 @@ from tools.plan import Planner, assumed_site, ranks, site_of, vocabulary_of  # n
 from tools.planner.course import Setting, jittered  # noqa: E402
 from tools.planner.drawing import drawing  # noqa: E402
 from tools.planner.plan import Plan  # noqa: E402
-from tools.planner.replay import page  # noqa: E402
+from tools.planner.replay import page, shapes  # noqa: E402
 from tools.planner.seconds import Lasts  # noqa: E402
 from tools.planner.simulation import SimulatedStep, mean_seconds, simulate  # noqa: E402
 from tools.planner.timeline import Factor, jitter, slow  # noqa: E402
@@ -81,6 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _shapes(options: argparse.Namespace) -> None:
+    found = shapes.data()
+    if options.out:
+        shapes.write(found, Path(options.out))
+    else:
+        print(json.dumps(found, indent=1) if options.json else "\n".join(shapes.lines(found)))
+
+
 def _papers(options: argparse.Namespace, flags: Sequence[str]) -> None:
     own = [
         f"--{name.replace('_', '-')}"
@@ -89,6 +98,9 @@ def _papers(options: argparse.Namespace, flags: Sequence[str]) -> None:
     ]
     if others := [*own, *flags]:
         raise ConfigError(f"--paper: {others[0]!r} belongs to no paper; leave it out")
+    if options.paper == "shapes":
+        _shapes(options)
+        return
     found = page.tables(options.paper)
     if options.out:
         try:
@@ -234,8 +246,9 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     paper = parser.add_argument_group("of papers")
     paper.add_argument(
         "--paper",
-        choices=(*page.SOURCES, "all"),
-        help="what they measured beside what this makes of it; network: our own benchmarks",
+        choices=(*page.SOURCES, "all", "shapes"),
+        help="what they measured beside what this makes of it; network: our own benchmarks; "
+        "shapes: errors with a law of the shapes of products (minutes)",
     )
     paper.add_argument("--out", metavar="FOLDER", help="write README.md and results.json there")
     parser.add_argument("--json", action="store_true", help="print data: of a run every pass")

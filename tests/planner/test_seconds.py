@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ from megatron.config import parse, resolve
 from megatron.data_parallel.bucket_plan import bucket_elements
 from megatron.errors import ConfigError
 from megatron.memory_estimate import state_bytes
+from megatron.model.flops import flops_per_token
 from megatron.parallel.dims import ParallelDims
 from pretrain_gpt import GRADIENT_PATHS
 from samo.memory import FIGURE, break_even, default_bytes, eq_1, eq_2, eq_4, saved
 from tests.planner.grids import planned
 from tests.test_repo import SITES
 from tools.planner.plan import Plan
+from tools.planner.products import Product, ShapeLaw, layer_products
+from tools.planner.replay import shapes
 from tools.planner.seconds import (
     PassSeconds,
     evaluation_seconds,
@@ -29,6 +34,7 @@ from tools.planner.traffic import tensor_traffic
 from tools.planner.updates import update_seconds
 
 SITE = SITES[0].parent
+REPO = SITE.parents[1]
 MODEL = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --mock-data "
     "--vocab-size 1000 --micro-batch-size 1 --global-batch-size 64 --train-iters 100 --lr 1e-3 "
@@ -353,3 +359,48 @@ def test_batch_steps_and_disk_are_those_of_the_run() -> None:
     retaining: Any = f"{MODEL} --save-interval 10 --save-retain-interval 50"
     assert plan_of(retaining, 4).checkpoints == 3, "steps 50 and 100, and one while it is replaced"
     assert plan.queue.total > plan.queue.training == pytest.approx(100 * plan.seconds.total)
+
+
+# ---- the law of shapes ---------------------------------------------------------------------------
+
+
+def test_products_of_a_layer_have_the_flops_of_the_formula() -> None:
+    model = parse(["--config", str(REPO / "configs" / "gpt_124m.yaml")], paths=GRADIENT_PATHS).model
+    tokens = 4 * model.seq_length
+    for tp in (1, 2, 4):
+        made = sum(each.flops for each in layer_products(model, sequences=4, tp=tp))
+        head = 6.0 * model.hidden_size * model.padded_vocab_size(50257)
+        layer = (flops_per_token(model, 50257) - head) / model.num_layers / 3
+        assert made * tp == pytest.approx(layer * tokens)
+
+
+def test_the_law_halves_a_dimension_at_its_constant_and_is_off_at_0() -> None:
+    assert ShapeLaw(0).slowness([Product(3, 5, 7), Product(1, 2, 3)]) == 1
+    assert ShapeLaw(100).slowness([Product(100, 1e12, 1e12)]) == pytest.approx(2)
+    slow = [ShapeLaw(64).slowness([Product(m, 512, 512)]) for m in (64, 512, 4096)]
+    assert slow == sorted(slow, reverse=True)
+
+
+def test_the_page_of_the_law_has_the_fit_and_the_papers_errors() -> None:
+    """The papers' errors with one number are those of the page of all tables."""
+    folder = REPO / "tools" / "planner" / "replay"
+    found = json.loads((folder / "shapes.json").read_text())
+    fits = (shapes.product_fit(0), shapes.best_fit())
+    for fit, told in zip(fits, found["products"], strict=True):
+        assert (told["half"], told["share"]) == (fit.half, pytest.approx(fit.share))
+        assert told["mean"] == pytest.approx(fit.mean)
+    assert fits[1].mean < fits[0].mean / 3
+    assert (folder / "shapes.md").read_text() == "\n".join(shapes.lines(found)) + "\n"
+    committed = json.loads((folder / "results.json").read_text())["tables"]
+    tables = {each["name"]: each for each in committed}
+    for name, errors in found["papers"][0].items():
+        if name in tables:
+            rows = [row for row in tables[name]["rows"] if row["kind"] == "predicted"]
+            for shares, mean in zip((False, True), errors, strict=True):
+                mine = [abs(row["error"]) for row in rows if (row["unit"] == "%") == shares]
+                assert not mine or statistics.mean(mine) == pytest.approx(mean, rel=1e-3), name
+    # The default follows the page: both errors must fall before a site sets the law's constant.
+    ends = [papers["every predicted row"] for papers in found["papers"]]
+    adopted = all(after <= before for before, after in zip(*ends, strict=True))
+    set_by = [site.stem for site in SITES if read_site(SITE, site.stem).half_size]
+    assert bool(set_by) == adopted

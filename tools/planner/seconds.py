@@ -4,9 +4,9 @@
     F F F | B F B F ... with messages and bubble | last B ...   |----------|----------|
                                                      '--------' buckets leave, hidden here
 
-Computation is FLOPs at a share of peak. Groups are alpha-beta links. `timeline` simulates the
-schedule, and `updates` the work after it. The gradient path's own computation, data, saving and
-evaluation are not included.
+Computation is FLOPs at a share of peak, which may depend on the shapes of products. Groups are
+alpha-beta links. `timeline` simulates the schedule, and `updates` the work after it. The gradient
+path's own computation, data, saving and evaluation are not included.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron.memory_estimate import Activations, RankGrid, microbatches_of
 from megatron.model.flops import flops_per_token
 from megatron.parallel.dims import ParallelDims
 from megatron.pipeline.schedule import Kind, Operation, interleaved
+from tools.planner.products import Product, ShapeLaw, attention_products, layer_products
 from tools.planner.site import Link, Site
 from tools.planner.timeline import Player, Timeline, driven, timeline
 from tools.planner.traffic import tensor_traffic
@@ -112,8 +113,12 @@ def pass_seconds(grid: RankGrid, site: Site, stage: int, *, hides_sums: bool = T
     rate = site.peak_fp32 if config.precision.param_dtype == "float32" else site.peak
     rate *= site.efficiency * tp
     tokens = config.training.micro_batch_size * model.seq_length
-    head = 6.0 * model.hidden_size * model.padded_vocab_size(grid.vocabulary)
+    vocabulary, size = model.padded_vocab_size(grid.vocabulary), config.training.micro_batch_size
+    head = 6.0 * model.hidden_size * vocabulary
     layer = (flops_per_token(model, grid.vocabulary) - head) / model.num_layers / 3
+    law = ShapeLaw(site.half_size)
+    layer *= law.slowness(layer_products(model, sequences=size, tp=tp))
+    head *= law.slowness([Product(tokens, vocabulary / tp, model.hidden_size)])
     forward = layer * sum(map(len, split)) + (head / 3 if grid.holds_head(stage) else 0.0)
     again = layer * sum(
         span.stop - span.start
@@ -124,6 +129,7 @@ def pass_seconds(grid: RankGrid, site: Site, stage: int, *, hides_sums: bool = T
     if recomputes_attention(config.recompute):
         scores = 4.0 * model.seq_length * model.num_attention_heads * model.head_dim
         again = scores * sum(map(len, split))
+        again *= law.slowness(attention_products(model, sequences=size, tp=tp))
     ahead, back = tokens * forward / rate, tokens * (2 * forward + again) / rate
     sent, link = tensor_traffic(grid, stage), site.link(grid.dims, "tp")
     sums = link.ring(sent.forward, tp, rounds=sent.forward_rounds)

@@ -24,10 +24,12 @@ GIGA = 10**9
 class Site:
     """A machine: rates in bytes, seconds and FLOP/s.
 
-    `efficiency` is the share of a GPU's peak that forward and backward reach, `network_efficiency`
-    the share of a node's network rate that a collective reaches (a message reaches all of it),
-    `host_link_rate` the rate between a GPU and its host, each way, and `host_memory_rate` the rate
-    of a node's host memory, for reading and writing together.
+    `efficiency` is the share of a GPU's peak that forward and backward reach, or only their large
+    products where `half_size`, the size at which a dimension of a product halves its rate, is not
+    0 (`products.ShapeLaw`). `network_efficiency` is the share of a node's network rate that a
+    collective reaches (a message reaches all of it), `host_link_rate` the rate between a GPU and
+    its host, each way, and `host_memory_rate` the rate of a node's host memory, for reading and
+    writing together.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Site:
     host_memory_rate: float
     cuda_aware_mpi: bool
     disk_rate: float
+    half_size: float = 0.0
 
     def link(self, dims: ParallelDims, axis: Axis) -> Link:
         """Return the link of a group's ranks along an axis, while all such groups communicate.
@@ -155,6 +158,7 @@ def read_site(folder: Path, name: str, gpu: str | None = None) -> Site:
         host_memory_rate=facts.number("HOST_MEMORY_GBPS") * GIGA,
         cuda_aware_mpi=facts.flag("CUDA_AWARE_MPI"),
         disk_rate=facts.number("DISK_GBPS") * GIGA,
+        half_size=facts.number("PRODUCT_HALF_SIZE") if "PRODUCT_HALF_SIZE" in found else 0.0,
     )
 
 

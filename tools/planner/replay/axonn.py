@@ -85,7 +85,8 @@ def fitted(start: Machine = SUMMIT) -> Machine:
     def off(efficiency: float) -> float:
         return Ablation(replace(machine, efficiency=efficiency), 6).pipeline - PIPELINE[6]
 
-    return replace(machine, efficiency=root(off, 0.4, 0.9))
+    most = 1.5 if start.half_size else 0.9
+    return replace(machine, efficiency=root(off, 0.4, most))
 
 
 def told(machine: Machine) -> dict[str, str]:

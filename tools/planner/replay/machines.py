@@ -24,7 +24,8 @@ class Machine:
     """A site with one paper's software.
 
     `efficiency` and `reached` are the shares of a GPU's peak and of a node's network rate that the
-    software reaches; `blocking` tells whether AxoNN's messages keep both their GPUs from computing.
+    software reaches; `half_size` is that of `products.ShapeLaw`; `blocking` tells whether AxoNN's
+    messages keep both their GPUs from computing.
     """
 
     site: str
@@ -32,12 +33,18 @@ class Machine:
     efficiency: float
     reached: float
     blocking: bool = True
+    half_size: float = 0.0
 
     @property
     def facts(self) -> Site:
         """The site with the two shares of this machine."""
         found = read_site(SITES, self.site, self.gpu)
-        return replace(found, efficiency=self.efficiency, network_efficiency=self.reached)
+        return replace(
+            found,
+            efficiency=self.efficiency,
+            network_efficiency=self.reached,
+            half_size=self.half_size,
+        )
 
     def plan(self, flags: str, world: int) -> Plan:
         """Return the plan of a run on `world` ranks."""

@@ -27,6 +27,7 @@ last table takes AxoNN's for SAMO. What a paper does not tell of how it sent and
 assumed, below its table, and was chosen knowing its figures: `predicted` means no more than that
 no constant was made from the row. Errors are percent of what was measured, of percentages points;
 of a range, how far outside it. Nothing of the papers was run again here.
+[A page](shapes.md) compares one share of peak for all passes with a law of the shapes of products.
 """
 
 

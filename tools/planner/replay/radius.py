@@ -99,17 +99,17 @@ def _ms(step: SimulatedStep) -> float:
     return 1e3 * step.phases.reduce
 
 
-def fitted() -> Machine:
+def fitted(start: Machine = PERLMUTTER) -> Machine:
     """Return the machine with both constants fitted to the dense row of table 3."""
 
     def computing(efficiency: float) -> float:
-        return mean_step(replace(PERLMUTTER, efficiency=efficiency), 1.0, 64).computing - COMPUTING
+        return mean_step(replace(start, efficiency=efficiency), 1.0, 64).computing - COMPUTING
 
     def reduce(reached: float) -> float:
-        found = mean_step(replace(PERLMUTTER, reached=reached), 1.0, 64)
+        found = mean_step(replace(start, reached=reached), 1.0, 64)
         return found.all_reduce - TABLE_3[1.0].all_reduce
 
-    return replace(PERLMUTTER, efficiency=root(computing, 0.2, 0.8), reached=root(reduce, 0.1, 0.4))
+    return replace(start, efficiency=root(computing, 0.2, 0.8), reached=root(reduce, 0.1, 0.4))
 
 
 def told(machine: Machine) -> dict[str, str]:

@@ -133,7 +133,7 @@ def _both(machine: Machine, model: Model, gpus: int) -> tuple[SimulatedPhases, S
     return tuple(run(machine, model, gpus, compressed=c) for c in (False, True))  # type: ignore[return-value]
 
 
-def fitted() -> Machine:
+def fitted(start: Machine = SUMMIT) -> Machine:
     """Return the machine with both constants fitted to the two percentages of 13B on 256 GPUs.
 
     Newton's method works on the logarithms of the constants; steps are kept small, since the
@@ -141,7 +141,7 @@ def fitted() -> Machine:
     """
     model, gpus = MODELS["13B"], 256
     wanted = TABLE_II[gpus]
-    machine, change = replace(SUMMIT, efficiency=0.66, reached=0.755), 1.001
+    machine, change = replace(start, efficiency=0.66, reached=0.755), 1.001
 
     def off(tried: Machine) -> tuple[float, float]:
         dense, samo = _both(tried, model, gpus)
