@@ -29,7 +29,7 @@ def choose_compilation(
 
     `--compile` decides if given. Otherwise layers are compiled where compiled kernels break no
     promise of the run. Recomputation, pipelines and gradient paths work with compiled layers too,
-    since seeding, collectives and hooks are outside the compiled code.
+    since seeding and hooks are outside the compiled code, and collectives are operators in it.
 
     Args:
         config: Settings of the run.
@@ -51,8 +51,8 @@ def _why_not(config: Config, device: str, *, triton: bool, compiler: bool) -> st
     if device != "cuda":
         return "the default on a CPU, where equal runs are equal to the last bit"
     if config.parallel.tensor_model_parallel_size > 1:
-        # Each rank times its own kernels, but values that all ranks compute must round equally.
-        return "the default with tensor parallelism, whose collectives cut layers into small graphs"
+        # Values that all ranks compute must round equally.
+        return "the default with tensor parallelism, where each rank times and chooses its kernels"
     if runs_by_operators(config.recompute):
         granularity = config.recompute.recompute_granularity
         return f"since recompute_granularity {granularity} runs layers operator by operator"

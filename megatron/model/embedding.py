@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.tensor_parallel.collectives import UNCUT, TensorParallel
-from megatron.tensor_parallel.layers import ShardedModule, multiply_by_columns
+from megatron.tensor_parallel.layers import ShardedModule
 from megatron.tensor_parallel.products import multiply
+from megatron.tensor_parallel.sharded_products import multiply_by_columns
 from megatron.tensor_parallel.vocabulary import VocabularyTable, padded_share, vocabulary_shard
 
 if TYPE_CHECKING:

@@ -248,8 +248,8 @@ class GPT(ModelChunk):
     def compile_layers(self, **options: Any) -> None:
         """Compile each layer in place with `torch.compile(**options)`.
 
-        Functions marked `uncompiled`, such as the seeding of dropout and collectives, stay as they
-        are.
+        Functions marked `uncompiled`, such as the seeding of dropout, stay as they are and divide a
+        layer into several graphs where they are called.
         """
         keep_uncompiled()
         for layer in self.layers:

@@ -14,9 +14,11 @@ order of rows, so that only attention pays for a copy into [b, s, ...].
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
+from itertools import count
 from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,29 @@ from megatron.parallel.groups import ALONE, Group
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+# An operator in a compiled graph takes tensors and numbers, and no other object. torch finds the
+# group of its own collectives by name, and ours are found by number.
+_NUMBERS = count()
+_BY_NUMBER: WeakValueDictionary[int, TensorParallel] = WeakValueDictionary()
+
+
+def of_number(number: int) -> TensorParallel:
+    """Return the object with this `number`."""
+    return _BY_NUMBER[number]
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """The tensor-parallel group, and whether its ranks shard the sequence between layers."""
 
     group: Group = ALONE
     sequence_parallel: bool = False
+    number: int = field(init=False, compare=False, repr=False)
+    """The name of this object in compiled graphs, see `of_number`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", next(_NUMBERS))
+        _BY_NUMBER[self.number] = self
 
     @property
     def size(self) -> int:

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from megatron.low_memory.activation_checkpoint import product_result
 from megatron.parallel.tensor_shard import TensorShard
-from megatron.tensor_parallel.collectives import TensorParallel, uncompiled
-from megatron.tensor_parallel.products import multiply, product
+from megatron.tensor_parallel.collectives import TensorParallel
+from megatron.tensor_parallel.products import multiply
+from megatron.tensor_parallel.sharded_products import multiply_by_columns, multiply_by_rows
 
 
 class ShardedModule(nn.Module):
@@ -131,105 +130,3 @@ class RowParallelLinear(ShardedModule):
         if self.is_sharded:
             return multiply_by_rows(inputs, self.weight, self.bias, self.tp)
         return multiply(inputs, self.weight, self.bias)
-
-
-@uncompiled
-def multiply_by_rows(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
-) -> torch.Tensor:
-    """Multiply as `F.linear` by this rank's share of inputs, and sum over ranks (g).
-
-    k is this rank's share. `inputs` [b, s, k], or [tp * b, s/tp, k] with sequence parallelism;
-    `weight` [n, k]; `bias` [n], added once, after the sum. Returns [b, s, n] or [b, s/tp, n].
-    """
-    return _MultiplyByRows.apply(inputs, weight, bias, tp)
-
-
-class _MultiplyByRows(torch.autograd.Function):
-    """Product and sum in one function, so that the sum can overwrite its terms."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tp: TensorParallel,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.tp, ctx.has_bias = tp, bias is not None
-
-        def multiply_and_add_up(inputs: torch.Tensor) -> torch.Tensor:
-            total, _ = tp.add_up(product(inputs, weight))
-            return total if bias is None else total.add_(bias)
-
-        return product_result(multiply_and_add_up, inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
-        # Every term has the gradient of the sum.
-        rows, _ = ctx.tp.gather(grads[0])
-        grad = rows.flatten(0, -2)
-        grad_inputs = product(grad, weight.t()).view(inputs.shape)
-        grad_weight = product(grad.t(), inputs.flatten(0, -2).t())
-        grad_bias = grads[0].flatten(0, -2).sum(0) if ctx.has_bias else None
-        return grad_inputs, grad_weight, grad_bias, None
-
-
-@uncompiled
-def multiply_by_columns(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
-) -> torch.Tensor:
-    """Gather the inputs if needed (f), and multiply as `F.linear` by this rank's share of outputs.
-
-    n is this rank's share. `inputs` [b, s, k], or [b, s/tp, k] with sequence parallelism; `weight`
-    [n, k]; `bias` [n]. Returns [b, s, n] or [tp * b, s/tp, n].
-    """
-    return _MultiplyByColumns.apply(inputs, weight, bias, tp)
-
-
-class _MultiplyByColumns(torch.autograd.Function):
-    """Product whose backward overlaps collectives with products."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tp: TensorParallel,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.tp, ctx.has_bias = tp, bias is not None
-
-        def gather_and_multiply(inputs: torch.Tensor) -> torch.Tensor:
-            rows, _ = tp.gather(inputs)
-            return product(rows, weight, bias)
-
-        return product_result(gather_and_multiply, inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Collectives overlap with products, with sequence parallelism (A) or without:
-        #
-        #     gather input again (A)   |-----------|
-        #     gradient of the input    |=========|
-        #     its sum over ranks                 |--------------|
-        #     gradient of the weight                |=========|
-        #
-        # Keeping the gathered input from forward would undo the memory saving.
-        inputs, weight = ctx.saved_tensors
-        rows, arriving = ctx.tp.gather(inputs, async_op=True)
-        grad = grads[0].flatten(0, -2)  # [rows, n]
-        terms = product(grad, weight.t()).view(rows.shape)
-        grad_inputs, adding = ctx.tp.add_up(terms, async_op=True)
-        if arriving is not None:
-            arriving.wait()
-        grad_weight = product(grad.t(), rows.flatten(0, -2).t())
-        grad_bias = grad.sum(0) if ctx.has_bias else None
-        if adding is not None:
-            adding.wait()
-        return grad_inputs, grad_weight, grad_bias, None
