@@ -58,7 +58,7 @@ class ParamGather(ShardUpdates):
             if not self._awaited.issuperset(bucket.names):
                 self._receive(index)
 
-    def wait_for(self, names: Iterable[str]) -> None:
+    def wait_for(self, names: Sequence[str]) -> None:
         """Receive the buckets of parameters that the forward pass reads next."""
         self._awaited.update(names)
         # There is nothing to receive in most forward passes.
