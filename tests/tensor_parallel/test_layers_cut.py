@@ -9,7 +9,7 @@ import torch
 
 from megatron.config import RecomputeConfig
 from megatron.parallel.groups import ProcessGroups
-from megatron.tensor_parallel import layers, products
+from megatron.tensor_parallel import products, sharded_products
 from megatron.tensor_parallel.rng import LayerStream
 from tests.ranks import Ranks
 from tests.tensor_parallel.grids import (
@@ -246,13 +246,13 @@ def order_of_backward(groups: ProcessGroups, case: GridCase) -> list[str]:
     hidden = torch.ones(2, length, 48, requires_grad=True)
     logits = model.project(hidden)
     with pytest.MonkeyPatch.context() as patch, noted(groups.world) as events:
-        product = layers.product
+        product = sharded_products.product
 
         def noting(*operands: torch.Tensor) -> torch.Tensor:
             events.append("product")
             return product(*operands)
 
-        patch.setattr(layers, "product", noting)
+        patch.setattr(sharded_products, "product", noting)
         logits.sum().backward()
     return [event.split(" of ")[0] for event in events]
 
