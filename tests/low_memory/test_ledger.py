@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.axes import Axes
 from torch import nn
 
@@ -25,6 +26,7 @@ from megatron.low_memory.operation_graph import wide_resnet_graph
 from megatron.low_memory.planned_memory import MemoryColumn
 from megatron.low_memory.strategies import stored_entries
 from megatron.tasks.gpt import LoadedGPT
+from megatron.tensor_parallel.products import must_widen
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from pretrain_translation import TRANSLATION_TASK
 from pretrain_vision import VISION_TASK
@@ -120,20 +122,24 @@ def check(ledger: MemoryLedger, *, within: float = 0.01) -> None:
     assert sum(tracked.layers.values()) == tracked.stored
 
 
-def check_peak(ledger: MemoryLedger) -> None:
+def check_peak(ledger: MemoryLedger, *, widened: int = 0) -> None:
     """Compare the planned peak with the tracked one.
 
     Plans count the largest gradients, and neither temporaries of single operators nor copies of
-    another dtype, which in networks of this size are up to 6 % of the peak.
+    another dtype, which in networks of this size are up to 6 % of the peak. `widened` is the size
+    of the fp32 operands of the largest convolution, on a processor that computes it so.
     """
     planned, tracked = ledger.columns["planned"], ledger.columns["tracked"]
     assert planned.forward is not None and planned.backward is not None
     assert planned.other is not None
     at_peak = planned.forward + planned.backward + planned.other
     assert planned.total == planned.model + planned.optimizer + at_peak
+    assert planned.other == tracked.other
+    if widened:
+        assert 0.94 * planned.total <= tracked.total <= planned.total + widened
+        return
     assert planned.total == pytest.approx(tracked.total, rel=0.06)
     assert planned.forward == pytest.approx(tracked.forward, rel=0.06)
-    assert planned.other == tracked.other
 
 
 @pytest.mark.parametrize("case", GPT_CASES)
@@ -179,7 +185,10 @@ def test_a_peak_at_the_gradient_of_the_output_layer_is_planned() -> None:
 def test_columns_agree_for_a_wide_resnet(flags: str) -> None:
     ledger = vision(flags)
     check(ledger, within=0.01)
-    check_peak(ledger)
+    # groups.0.0.conv1 takes 3 images of 16 channels, and has 8: operands and gradients, in fp32.
+    operands = 4 * (16 + 8 + 16) * 3 * 32 * 32
+    is_widened = "--bf16" in flags and must_widen(torch.bfloat16, torch.device("cpu"))
+    check_peak(ledger, widened=operands if is_widened else 0)
     assert ledger.flops is not None and ledger.flops.recomputed == 0
     assert ledger.flops.forward + ledger.flops.backward == ledger.flops.formula
 
