@@ -17,7 +17,7 @@ from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, brief_settings, to_yaml
 from megatron.config.compilation import choose_compilation
 from megatron.errors import ConfigError, SparsetronError
-from megatron.fault_tolerance.flight_recorder import clear_dumps, drop_dumps
+from megatron.fault_tolerance.flight_recorder import clear_dumps
 from megatron.fault_tolerance.run_lock import RunLock
 from megatron.launch import Runtime, check_cuda_variables, cuda_variables, job_environment
 from megatron.processor import (
@@ -56,15 +56,15 @@ def lock_run_dir(run_dir: Path, *, log: Callable[[str], None]) -> Callable[[], N
     return lock.release if lock is not None else lambda: None
 
 
-def prepare_run_dir(run_dir: Path, *, attempt: str = "", ranks: int = 1) -> None:
+def prepare_run_dir(run_dir: Path, *, attempt: str = "", ranks: int = 1) -> str:
     """Write the status "running" to the run folder, and make room for dumps of several ranks.
 
+    Returns one line on the dumps of collectives that an earlier start left, empty without any.
     Raises `ConfigError` if the folder cannot be written: at once, instead of at the first save.
     """
     with _failing(run_dir):
         write_status(run_dir, signed(Status(state="running", attempt=attempt)))
-        if ranks > 1:
-            clear_dumps(run_dir)
+        return clear_dumps(run_dir, ranks=ranks)
 
 
 @contextmanager
@@ -172,7 +172,6 @@ def finish(
         attempt=attempt,
     )
     write_status(run_dir, signed(status))
-    drop_dumps(run_dir)
 
 
 def signed(status: Status) -> Status:

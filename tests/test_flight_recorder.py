@@ -18,7 +18,7 @@ from megatron.fault_tolerance.flight_recorder import (
     clear_dumps,
     explain,
     set_recorder_variables,
-    write_dumps,
+    write_dump,
 )
 
 OWN = {
@@ -73,7 +73,7 @@ def test_ranks_that_lag_are_named_and_the_oldest_wait_counts(tmp_path: Path) -> 
     # A rank that never called the group lags as well.
     dump(tmp_path, 1, [])
     assert explain(tmp_path).startswith(line.replace("2 of dp", "1 of dp").replace("[2,", "[1,"))
-    clear_dumps(tmp_path)
+    assert clear_dumps(tmp_path, ranks=1).startswith("nccl all_reduce 1 of dp of 0")
     assert explain(tmp_path, 5) == ""
 
 
@@ -119,6 +119,6 @@ def test_a_dump_of_torch_stays(tmp_path: Path) -> None:
 
     nccl = dump(tmp_path, 0, [entry(1)])
     before = nccl.read_bytes()
-    write_dumps(tmp_path, 0)
+    write_dump(tmp_path, 0)
     assert nccl.read_bytes() == before and (nccl.parent / "gloo_trace_rank_0").exists()
     assert "rank 0" in explain(tmp_path) and "damaged" not in explain(tmp_path)

@@ -70,7 +70,7 @@ def settings(environ: Mapping[str, str], *, device: str, nodes: int) -> Iterator
     if device != "cuda":
         return
     for name, older in _OLDER.items():
-        if environ.get(older, environ.get(name)) != environ.get(name) and name in environ:
+        if name in environ and _normal(environ.get(older, environ[name])) != _normal(environ[name]):
             values = f"{name}={environ[name]} and {older}={environ[older]}"
             yield f"{values}: two names of one setting disagree; unset the older", True
     value = {name: environ.get(name, environ.get(_OLDER.get(name, ""))) for name in _names()}

@@ -19,6 +19,7 @@ read or written.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from tools.studies.rows import StudyRow, read_rows, write_rows  # noqa: E402
 from tools.studies.text_data import prepare  # noqa: E402
 
 EXIT_FAILED = 1
+ARRAY_TASK = "SLURM_ARRAY_TASK_ID"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +85,7 @@ def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: launcher.stop())
     failed = execution.run_all(wanted, done)
-    if not options.only:
+    if ARRAY_TASK not in os.environ:  # whose tasks would all write one file
         _collect(execution, results)
     if failed:
         _log(f"no result: {', '.join(failed)}; the same command tries again, --only RUN one alone")
@@ -104,8 +106,11 @@ def _collect(execution: Execution, results: Path) -> list[StudyRow]:
     Rows of runs that the study no longer declares stay in the file.
     """
     earlier = read_rows(results)
-    known = {row.name for row in earlier}
-    new = [row for name, row in execution.done.items() if name not in known]
+    known = {row.name: row for row in earlier}
+    made = execution.done
+    new = [row for name, row in made.items() if name not in known]
+    if other := [name for name, row in made.items() if known.get(name, row) != row]:
+        _log(f"{results} keeps its own rows of runs made again: {', '.join(other)}")
     found = execution.checked([*earlier, *new])
     if new:
         others = [row for row in earlier if row.name not in found]

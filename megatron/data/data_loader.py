@@ -7,26 +7,27 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron.data.batches import fingerprint_of
 from megatron.data.blended_dataset import SampleSource
 from megatron.data.sampler import CollateOptions, Microbatch, MicrobatchSampler, collate
+from megatron.documents import Documents
 from megatron.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMicrobatch:
-    """A `Microbatch` on a device, with the same fields, [b, s] each.
+    """A `Microbatch` on a device, with the same fields, [b, s] each, and its documents.
 
-    Ids of documents stay on the host, since the lengths of documents become shapes.
+    Documents are placed here, with all else: during a pipeline schedule, a copy from pinned memory
+    can wait for the device, and stages that wait for each other never end.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor | None
     position_ids: torch.Tensor | None
-    document_ids: NDArray[np.int64] | None
+    documents: Documents | None
     index: int
     counted: int
     """Tokens whose loss counts."""
@@ -43,7 +44,7 @@ class DeviceMicrobatch:
         def place(array: np.ndarray | None) -> torch.Tensor | None:
             return None if array is None else to_device(torch.from_numpy(array), device)
 
-        mask = batch.loss_mask
+        mask, ids = batch.loss_mask, batch.document_ids
         tokens, labels = place(batch.tokens), place(batch.labels)
         assert tokens is not None and labels is not None
         return cls(
@@ -51,7 +52,7 @@ class DeviceMicrobatch:
             labels=labels,
             loss_mask=place(mask),
             position_ids=place(batch.position_ids),
-            document_ids=batch.document_ids,
+            documents=None if ids is None else Documents.of(ids, device),
             index=batch.index,
             counted=int(batch.labels.size if mask is None else mask.sum()),
         )

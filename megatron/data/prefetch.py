@@ -10,9 +10,10 @@ of consumed samples, and with it a checkpoint, counts only what was trained on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
 
 import torch
 
@@ -94,8 +95,16 @@ class Prefetcher:
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_stream(self._stream)
         for batch in batches:
-            for value in vars(batch).values():
+            for value in _parts(batch):
                 if isinstance(value, torch.Tensor):
                     # The allocator would otherwise give freed memory to the next copies while
                     # kernels of the current stream still read it.
                     value.record_stream(current)
+
+
+def _parts(batch: Batch) -> Iterator[object]:
+    """Yield the fields of a batch, and those of fields that are dataclasses."""
+    for value in vars(batch).values():
+        yield value
+        if is_dataclass(value):
+            yield from vars(value).values()

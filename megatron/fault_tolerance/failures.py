@@ -12,7 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from megatron.errors import PeerError, SparsetronError
-from megatron.fault_tolerance.flight_recorder import write_dumps
+from megatron.fault_tolerance.flight_recorder import write_dump
 from megatron.fault_tolerance.heartbeat import Heartbeat
 from megatron.fault_tolerance.root_cause import RootCause
 from megatron.fault_tolerance.run_lock import LOCK, RunFolderInUse
@@ -65,9 +65,8 @@ class Failures:
         if self._code is None:
             self._code = self._report(error)
             if self._code == PeerError.exit_code and self.attempt:
-                # Last, since a device that hangs could hold up the dump.
                 causes = self.causes()
-                write_dumps(causes.run_dir, causes.rank)
+                write_dump(causes.run_dir, causes.rank)
         return self._code
 
     def _report(self, error: BaseException) -> int:

@@ -1,7 +1,8 @@
 """torch's Flight Recorder: its settings, the dumps of a run that hangs, and what the dumps say.
 
 Every process group records its latest collectives. Torch dumps the record of NCCL when a collective
-times out; a rank of a run that fails also dumps what torch has not dumped, for gloo too.
+times out; a rank of a run that fails dumps the record of gloo, which torch does not. A rank that
+fails does not ask for that of NCCL: the call can wait for the device, and holds the interpreter.
 
     RUN/logs/nccl_trace_rank_N, gloo_trace_rank_N     pickles; torch's own reader takes them too
 
@@ -29,13 +30,14 @@ SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": ("", "1"),
     "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{FOLDER}/nccl_trace_rank_"),
 }
-_DUMPS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
-"""Functions of torch's private module that return the record of a backend as a pickle."""
+_GLOO = "_dump_fr_trace"
+"""Function of torch's private module that returns the record of gloo as a pickle."""
 _NAME = re.compile(r"(nccl|gloo)_trace_rank_([0-9]{1,6})")
+_PART = ".part"
 _MOST_BYTES = 1 << 28
 _MOST_SPANS = 8
 _DAMAGE = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError,
-           ArithmeticError, MemoryError)  # fmt: skip
+           ArithmeticError, MemoryError, RecursionError)  # fmt: skip
 
 
 def set_recorder_variables(run_dir: Path, environ: MutableMapping[str, str] | None = None) -> None:
@@ -50,32 +52,32 @@ def set_recorder_variables(run_dir: Path, environ: MutableMapping[str, str] | No
             env[name] = f"{run_dir.absolute()}/{value}" if name.endswith("FILE") else value
 
 
-def clear_dumps(run_dir: Path) -> None:
-    """Make the folder of the dumps, and remove the dumps of earlier starts of the run."""
-    (run_dir / FOLDER).mkdir(exist_ok=True, mode=0o750)
-    for path in _dumps(run_dir):
-        path.unlink(missing_ok=True)
+def clear_dumps(run_dir: Path, *, ranks: int) -> str:
+    """Remove the dumps of earlier starts of the run, and make their folder for several ranks.
+
+    Returns what the dumps say, since a job that goes back to the queue starts again unattended.
+    """
+    said = explain(run_dir)
+    if ranks > 1:
+        (run_dir / FOLDER).mkdir(exist_ok=True, mode=0o750)
+    for path in (run_dir / FOLDER).glob("*_trace_rank_*"):
+        if _NAME.fullmatch(path.name.removesuffix(_PART)):
+            path.unlink(missing_ok=True)
+    return said
 
 
-def drop_dumps(run_dir: Path) -> None:
-    """Remove the folder of the dumps at an orderly end, unless it holds logs."""
-    with suppress(OSError):
-        (run_dir / FOLDER).rmdir()
-
-
-def write_dumps(run_dir: Path, rank: int) -> None:
-    """Write the record of each backend, unless torch has written it. Errors are passed over."""
+def write_dump(run_dir: Path, rank: int) -> None:
+    """Write the record of gloo. Errors are passed over."""
     torch = sys.modules.get("torch._C._distributed_c10d")
-    for backend, function in _DUMPS.items():
-        path = run_dir / FOLDER / f"{backend}_trace_rank_{rank}"
-        if not hasattr(torch, function) or path.exists():
-            continue
-        with suppress(OSError, RuntimeError):
-            # Without stacks, whose symbols take seconds.
-            trace = getattr(torch, function)(True, False, False)
-            part = path.with_name(f"{path.name}.part")
-            part.write_bytes(trace)
-            part.replace(path)
+    path = run_dir / FOLDER / f"gloo_trace_rank_{rank}"
+    if not hasattr(torch, _GLOO):
+        return
+    with suppress(OSError, RuntimeError):
+        # Without stacks, whose symbols take seconds.
+        trace = getattr(torch, _GLOO)(True, False, False)
+        part = path.with_name(f"{path.name}{_PART}")
+        part.write_bytes(trace)
+        part.replace(path)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megatron.errors import PeerError
-from megatron.fault_tolerance.flight_recorder import write_dumps
+from megatron.fault_tolerance.flight_recorder import write_dump
 from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat, RankStatus, is_gone, sightings
 from megatron.fault_tolerance.root_cause import RootCause, gone_text
 from megatron.status import STATUS, Status
@@ -184,5 +184,5 @@ class Watchdog(threading.Thread):
                 flush=True,
             )
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-            write_dumps(self._causes.run_dir, self._causes.rank)
+            write_dump(self._causes.run_dir, self._causes.rank)
         os._exit(PeerError.exit_code)

@@ -27,6 +27,7 @@ from megatron.data_parallel.buffers import BufferSet
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.node_reducer import NodeReducer
 from megatron.data_parallel.reducer import StepContext
+from megatron.documents import Documents
 from megatron.errors import ConfigError
 from megatron.low_memory.memory_recorder import (
     MemoryRecorder,
@@ -460,14 +461,16 @@ def dry_batch(config: Config, index: int, device: torch.device) -> Batch:
         from megatron.data.data_loader import DeviceMicrobatch
 
         ids = torch.zeros(size, config.model.seq_length, dtype=torch.int64, device=device)
-        data = config.data
+        data, documents = config.data, None
+        if data.reset_attention_mask:
+            documents = Documents.of(np.zeros(ids.shape, np.int64), device)
         return DeviceMicrobatch(
             index=index,
             tokens=ids,
             labels=torch.zeros_like(ids),
             loss_mask=torch.zeros_like(ids, dtype=torch.float32) if data.eod_mask_loss else None,
             position_ids=torch.zeros_like(ids) if data.reset_position_ids else None,
-            document_ids=np.zeros(ids.shape, np.int64) if data.reset_attention_mask else None,
+            documents=documents,
             counted=ids.numel(),
         )
     if isinstance(config, VisionConfig):

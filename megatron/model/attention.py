@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megatron.documents import Documents
 from megatron.low_memory.activation_checkpoint import recomputed
-from megatron.model.causal_attention import Documents, causal_attention, fused_attention
+from megatron.model.causal_attention import causal_attention, fused_attention
 from megatron.model.norm import NORMALIZATIONS
 from megatron.model.rotary import Rotary, rotate
 from megatron.tensor_parallel.collectives import UNCUT, TensorParallel, uncompiled

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron.data_parallel.bucket import ParamInfo
+from megatron.documents import Documents
 from megatron.low_memory.activation_checkpoint import (
     Block,
     Operator,
@@ -25,7 +26,6 @@ from megatron.low_memory.checkpoint_interval import (
     runs_by_operators,
 )
 from megatron.model.attention import KeyValueCache
-from megatron.model.causal_attention import Documents
 from megatron.model.chunk import ModelChunk
 from megatron.model.embedding import Embedding, OutputLayer
 from megatron.model.flops import is_of_heads
@@ -131,7 +131,7 @@ class GPT(ModelChunk):
             no meaning.
         """
         hidden = self.embed(tokens, position_ids)
-        hidden = self.transform(hidden, position_ids, document_ids)
+        hidden = self.transform(hidden, position_ids, _documents(document_ids, hidden.device))
         return self.project(hidden)
 
     def loss(
@@ -148,7 +148,7 @@ class GPT(ModelChunk):
         is [b, s] or None for ones. The result is equal on every `tp` rank.
         """
         hidden = self.embed(tokens, position_ids)
-        hidden = self.transform(hidden, position_ids, document_ids)
+        hidden = self.transform(hidden, position_ids, _documents(document_ids, hidden.device))
         return self.loss_from_hidden(hidden, labels, loss_mask)
 
     @property
@@ -174,7 +174,7 @@ class GPT(ModelChunk):
         self.streams.at(iteration, batch.index)
         if hidden is None:
             hidden = self.embed(batch.tokens, batch.position_ids)
-        hidden = self.transform(hidden, batch.position_ids, batch.document_ids)
+        hidden = self.transform(hidden, batch.position_ids, batch.documents)
         if self.output_layer is None:
             return hidden
         return self.loss_from_hidden(hidden, batch.labels, batch.loss_mask).view(1)
@@ -190,17 +190,16 @@ class GPT(ModelChunk):
         self,
         hidden: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        document_ids: NDArray[np.int64] | None = None,
+        documents: Documents | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> torch.Tensor:
         """Run the layers of this stage: [b, s, h] -> [b, s, h], or [b, s/tp, h] likewise.
 
-        `position_ids` and `document_ids` cover whole sequences on every rank. `caches`, one per
+        `position_ids` and `documents` cover whole sequences on every rank. `caches`, one per
         layer, are for generation on one tensor-parallel rank; they exclude recomputation, and do
         not seed dropout.
         """
         rotary = self._rotary_at(position_ids, self.tp.whole_length(hidden.shape[1]))
-        documents = None if document_ids is None else Documents.of(document_ids, hidden.device)
         if caches is not None:
             assert self.tp.size == 1, "caches hold every head"
             for layer, cache in zip(self.layers, caches, strict=True):
@@ -359,3 +358,7 @@ class GPT(ModelChunk):
                 )
             )
         return infos
+
+
+def _documents(document_ids: NDArray[np.int64] | None, device: torch.device) -> Documents | None:
+    return None if document_ids is None else Documents.of(document_ids, device)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.documents import Documents
 from megatron.low_memory.activation_checkpoint import Block, Operator
 from megatron.model.attention import KeyValueCache, SelfAttention
-from megatron.model.causal_attention import Documents
 from megatron.model.mlp import MLP
 from megatron.model.norm import NORMALIZATIONS
 from megatron.model.rotary import Rotary

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron import documents as packing
 from megatron.config import RecomputeConfig
+from megatron.documents import Documents
 from megatron.model import attention as attention_module
 from megatron.model import blocked_attention as blocks
 from megatron.model import causal_attention as module
 from megatron.model.attention import SelfAttention
-from megatron.model.causal_attention import Documents, causal_attention
+from megatron.model.causal_attention import causal_attention
 from tests.model.models import (
     VARIANTS,
     gradients,
@@ -77,7 +79,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setattr(blocks, "_BLOCK_QUERIES", 4)
         monkeypatch.setattr(blocks, "_SCORES_IN_CACHE", 200)
     if request.param == "varlen":
-        monkeypatch.setattr(module, "_has_varlen", lambda device: True)
+        monkeypatch.setattr(packing, "has_document_kernel", lambda device: True)
         monkeypatch.setattr(module, "_varlen_serves", lambda *heads: True)
         monkeypatch.setattr(varlen, "varlen_attn", played_varlen)
     return request.param

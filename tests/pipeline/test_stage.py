@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.config import ModelConfig
 from megatron.config.sections import split_layers
 from megatron.data.data_loader import DeviceMicrobatch
+from megatron.documents import Documents
 from megatron.model.gpt import GPT
 from megatron.parallel.groups import ALONE, Group
 from megatron.pipeline.runner import Pipeline
@@ -60,7 +61,7 @@ def microbatches(count: int) -> list[DeviceMicrobatch]:
             labels=torch.randint(VOCABULARY, shape, generator=generator),
             loss_mask=None,
             position_ids=None,
-            document_ids=documents,
+            documents=Documents.of(documents, torch.device("cpu")),
             index=7 + index,
             counted=2 * MODEL.seq_length,
         )

@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.config import parse, resolve
 from megatron.data.data_loader import DeviceMicrobatch
 from megatron.data.vocabulary import Vocabulary
+from megatron.documents import Documents
 from megatron.memory_estimate import Activations
 from megatron.model.attention import SelfAttention
-from megatron.model.causal_attention import Documents
 from megatron.model.rotary import rotary_table
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.stage import Stage
@@ -91,17 +91,18 @@ def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tu
     stage = Stage(chunks)
     batch, length = config.training.micro_batch_size, config.model.seq_length
     ids = torch.zeros(batch, length, dtype=torch.int64)
+    documents = None
+    if config.data.reset_attention_mask:
+        documents = Documents.of(DOCUMENTS.repeat(batch, 0), torch.device("cpu"))
     microbatch = DeviceMicrobatch(
         index=0,
         tokens=ids,
         labels=ids.clone(),
         position_ids=None,
         loss_mask=None,
-        document_ids=DOCUMENTS.repeat(batch, 0) if config.data.reset_attention_mask else None,
+        documents=documents,
         counted=ids.numel(),
     )
-    ids = microbatch.document_ids
-    documents = None if ids is None else Documents.of(ids, torch.device("cpu"))
     found: list[tuple[int, int]] = []
     for number, chunk in enumerate(chunks):
         known = [*chunk.parameters(), *(chunk._rotary or ()), *vars(microbatch).values()]

@@ -129,6 +129,7 @@ def test_a_run_may_have_a_baseline_of_its_own(tmp_path: Path) -> None:
             "scores: {b: {tasks: blimp}}\nruns:",
             "scores.b.tasks: no such key; did you mean",
         ),
+        ("runs:", "sha256: {f: 12}\nruns:", "sha256.f: must be 64 hexadecimal digits"),
         (
             "runs:",
             "scores: {b: {task: blim, file: f, figure: accuracy}}\nruns:",

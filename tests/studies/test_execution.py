@@ -137,6 +137,11 @@ def test_each_finished_model_is_scored(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"scores.b.file: .*/f is no file"):
         execute(path, PretendedRuns(path), only)
     (tmp_path / "f").touch()
+    digest = f"sha256: {{'{tmp_path}/f': {'0' * 64}}}\n{score}"
+    other = write_study(tmp_path, ("runs:", digest))
+    with pytest.raises(ConfigError, match=r"sha256.*/f: .*/f is another file"):
+        execute(other, PretendedRuns(other), only)
+    path = write_study(tmp_path, ("runs:", score))
     for text, problem in (
         ("import sys; sys.exit('error: bad line')", "scores.b: exit code 1; see "),
         ("print('{\"examples\": 3}')", "scores.b.figure: accuracy; must be one of examples"),

@@ -9,23 +9,41 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from megatron.errors import ConfigError
 from tests.docs.documents import REPO, fences, python_fences
 from tests.studies.files import row
 from tools.bench.common.page_files import PAGE, RESULTS
 from tools.bench.track import leaderboard, step_times
-from tools.bench.track.leaderboard import SURE, Target, standings_of, target_of
-from tools.bench.track.step_times import FILE, TIER, StepTime, read_times
+from tools.bench.track.leaderboard import (
+    RANKED_BY,
+    SURE,
+    Standing,
+    Target,
+    standings_of,
+    target_of,
+)
+from tools.bench.track.rules import check_entries
+from tools.bench.track.step_times import (
+    FILE,
+    TIER,
+    StepTime,
+    add_times,
+    read_times,
+    timed_runs,
+)
 from tools.studies.commands import Commands
 from tools.studies.declaration import read_study
-from tools.studies.rows import StudyRow, read_rows, write_rows
+from tools.studies.rows import StudyRow, read_rows
+from tools.studies.text_data import prepare
 
 PAGE_OF_PATHS = REPO / "docs" / "extending.md"
+STUDY = read_study(TIER)
+COMMANDS = Commands(STUDY, Path("runs"), Path("data"))
 ENTRY = "randomk_0.1-seed1"
 
 
@@ -46,34 +64,94 @@ def test_an_entry_reaches_the_target_by_the_sigma_of_the_baseline() -> None:
     assert target_of(read_study(TIER), rows()[:1]) is None
 
 
-def test_entries_that_reach_the_target_are_ranked_by_the_time_of_a_run() -> None:
-    def times(**seconds: float) -> dict[str, StepTime]:
-        return {
-            name: StepTime(entry=name, seconds=value, reported=1.0, counted=1.0)
-            for name, value in seconds.items()
-        }
+def times(**seconds: float) -> dict[str, StepTime]:
+    return {
+        name: StepTime(entry=name, rounds=[9.0, value, 0.1], reported=1.0, counted=1.0, load=0.0)
+        for name, value in seconds.items()
+    }
 
-    study = read_study(TIER)
-    fast = {"200mbit": times(dense_bf16=6.0, dense_int8=3.0, powersgd_4=1.0)}
-    found = standings_of(study, rows(), fast)
+
+def board(found: Sequence[StudyRow], at: Mapping[str, StepTime] | None = None) -> list[Standing]:
+    by_rate = {} if at is None else {RANKED_BY: at}
+    return standings_of(STUDY, COMMANDS, found, by_rate)
+
+
+def test_entries_that_reach_the_target_are_ranked_by_the_time_of_a_run() -> None:
+    fast = times(dense_bf16=6.0, dense_int8=3.0, powersgd_4=1.0, before_fp32=5.0)
+    found = board(rows(), fast)
     assert [each.group.name for each in found] == ["dense_int8", "dense_bf16", "powersgd_4"]
     assert [each.reaches for each in found] == [True, True, False]
     assert all((each.sureness or 0.0) >= SURE for each in found[:2])
-    # Rows have 10 steps; those before the path begins are as long as dense ones.
-    (entry,) = [run for run in study.runs if run.name == "powersgd_4-seed1"]
-    entry = replace(entry, flags={**entry.flags, "powersgd-start-iter": 4})
-    assert leaderboard.run_seconds(entry, "dense_bf16", fast["200mbit"], 10) == 4 * 6.0 + 6 * 1.0
+    # PowerSGD begins after 64 of 1,920 steps, which are dense in fp32.
+    assert found[2].minutes[RANKED_BY] == pytest.approx((64 * 5.0 + 1856 * 1.0) / 60)
+    assert not board(rows(), times(powersgd_4=1.0))[2].minutes
+
+
+@pytest.mark.parametrize(
+    "left_out", ["dense_bf16-seed8", "dense_int8-seed2"], ids=["preliminary target", "one seed"]
+)
+def test_too_few_seeds_reach_nothing(left_out: str) -> None:
+    found = {each.group.name: each for each in board([r for r in rows() if r.name != left_out])}
+    assert not found["dense_int8"].reaches and (found["dense_int8"].sureness or 0.0) > 0
+
+
+def test_an_entry_with_a_failed_seed_does_not_reach_the_target() -> None:
+    failed = row("dense_int8", 3, None)
+    found = {each.group.name: each for each in board([*rows(), failed])}
+    assert not found["dense_int8"].reaches and found["dense_int8"].group.failed == 1
+    found = board([*rows(), row("dense_int4", 1, None)])
+    assert found[-1].group.name == "dense_int4" and found[-1].sureness is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("flags: {grad-wire: int8}", "flags: {num-layers: 8}", "dense_int8: model is not that of"),
+        ("flags: {grad-wire: int8}", "flags: {eval-iters: 1}", "dense_int8: evaluation is not"),
+        ("flags: {grad-wire: int8}", "tokens: 31457280", "dense_int8: number of steps is not"),
+        ("    flags: {grad-wire: int8}", "    seeds: [1, 3]", "dense_int8.seeds: must be 1, 2"),
+        (
+            "flags: {grad-wire: int8}",
+            "fork: {run: dense_bf16, step: 1919}",
+            "dense_int8: fork is not that of dense_bf16",
+        ),
+        (", radius-start-iter: 320}", "}", "radius_0.4.flags: give the step with which the path"),
+        ("powersgd-rank: 4,", "powersgd-rank: 4, lr: 1.0e-2, weight-decay: 0,", ""),
+    ],
+)
+def test_entries_keep_the_rules(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "tier.yaml"
+    text = TIER.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    study = read_study(path)
+    commands = Commands(study, Path("runs"), Path("data"))
+    if not message:
+        check_entries(study, commands)
+        return
+    with pytest.raises(ConfigError) as raised:
+        check_entries(study, commands)
+    assert message in str(raised.value)
+
+
+def test_what_is_timed_begins_at_once_and_has_whole_cycles(tmp_path: Path) -> None:
+    found = {each.name: each for each in timed_runs(STUDY, tmp_path)}
+    assert {*STUDY.groups, "before_fp32", "before_bf16"} == found.keys()
+    assert found["radius_0.4"].before == 11 and found["dense_int8"].before == 3
+    (run,) = found["powersgd_4"].study.runs
+    assert run.flags["powersgd-start-iter"] == 1
+    (before,) = found["before_fp32"].study.runs
+    assert "grad-wire" not in before.flags and "grad-path" not in before.flags
+    path = tmp_path / "tier.yaml"
+    text = TIER.read_text(encoding="utf-8")
+    path.write_text(text.replace("radius-interval: 10,", "radius-interval: 40,"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"radius_0.4: its steps repeat after 40, which must"):
+        timed_runs(read_study(path), tmp_path)
 
 
 def test_the_committed_leaderboard_follows_from_the_rows(tmp_path: Path) -> None:
     study, folder = read_study(TIER), TIER.parent
     found = read_rows(leaderboard.RESULTS)  # its first rows come with the first runs
-    commands = Commands(study, Path("runs"), Path("data"))
-    assert {each.name: each.settings for each in found} == {
-        run.name: commands.digest(run)
-        for run in study.runs
-        if run.name in {each.name for each in found}
-    }
     assert all(set(each.scores) == {score.name for score in study.scores} for each in found)
     (tmp_path / PAGE).write_text((folder / PAGE).read_text("utf-8"), encoding="utf-8")
     assert leaderboard.main(["--out", str(tmp_path)]) == 0
@@ -115,16 +193,18 @@ def test_a_path_written_from_the_documents_enters_with_one_command(tmp_path: Pat
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    tier = ["tools/study.py", "tools/bench/track/tier_s.yaml", "--data", str(data)]
-    tier += ["--work", str(tmp_path / "work"), "--results", str(results)]
-    run(*tier, "--text-folder", str(text), "--only", ENTRY)
-    run(*tier, "--report", "--out", str(tmp_path))  # collects the row
+    prepare(text, data, vocabulary=300)
+    (fence,) = [one for one in fences(PAGE_OF_PATHS, "text") if ENTRY in one]
+    enters, shows = (
+        line.replace("DATA", str(data)).replace("ROWS", str(results)).split()[1:]
+        for line in fence.splitlines()
+    )
+    run(*enters)
     (found,) = read_rows(results)
     assert (found.name, found.exit_code, found.data_parallel) == (ENTRY, 0, 4)
     assert found.valid_loss is not None and 0.05 < (found.density or 0.0) < 0.2
     assert 0 < found.scores["bits_per_byte"] < 20 and 0 <= found.scores["blimp"] <= 1
-    board = ["-m", "tools.bench.track.leaderboard", "--results", str(results)]
-    assert f"| randomk_0.1 | 1 | {found.valid_loss:.4f} |" in run(*board, "--out", str(tmp_path))
+    assert f"| randomk_0.1 | 1 | {found.valid_loss:.4f} |" in run(*shows)
 
 
 def _copy_with_the_path(repo: Path) -> None:
@@ -163,6 +243,7 @@ def _shorten_the_tier(tier: Path) -> None:
     ):
         content, count = re.subn(rf"(?m)^{key}: .*$", f"{key}: {value}", content)
         assert count == 1, key
+    content = re.sub(r"sha256:\n(  .*\n)+", "", content)
     # The other entries, which are checked too, begin in time.
     content = re.sub(r"-start-iter: \d+", "-start-iter: 0", content)
     tier.write_text(content, encoding="utf-8")
@@ -180,21 +261,18 @@ def _write_texts(text: Path, data: Path) -> None:
         (data / name).write_bytes(packed)
 
 
-def test_step_times_are_read_by_rate_and_entry(tmp_path: Path) -> None:
-    entry = {"entry": "dense_bf16", "seconds": 0.5, "reported": 8.0, "counted": None}
+def test_step_times_are_added_by_rate_and_entry(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    path.write_text(json.dumps({"load at start": "0.0", "networks": {"none": [entry]}}), "utf-8")
-    assert read_times(path)["none"]["dense_bf16"].seconds == 0.5
-    assert read_times(tmp_path / "absent.json") == {}
+    assert read_times(path) == {}
+    add_times(path, "none", list(times(dense_bf16=1.0, dense_int8=2.0).values()))
+    add_times(path, "1gbit", list(times(dense_bf16=3.0).values()))
+    add_times(path, "none", list(times(dense_int8=4.0).values()))
+    found = read_times(path)
+    assert {rate: {n: t.seconds for n, t in by.items()} for rate, by in found.items()} == {
+        "none": {"dense_bf16": 1.0, "dense_int8": 4.0},
+        "1gbit": {"dense_bf16": 3.0},
+    }
     for by_entry in read_times(FILE).values():
         for each in by_entry.values():
             # Fewer than 1 % are other packets, such as those of gloo's rendezvous.
             assert each.counted is None or each.counted == pytest.approx(each.reported, rel=0.03)
-
-
-def test_rows_of_seeds_that_failed_do_not_count(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, [*rows(), row("dense_int4", 1, None)])
-    found = standings_of(read_study(TIER), read_rows(path), {})
-    (failed,) = [each for each in found if each.group.name == "dense_int4"]
-    assert not failed.reaches and failed.sureness is None and found[-1] is failed

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.config import RecomputeConfig
+from megatron.documents import Documents
 from megatron.parallel.groups import ProcessGroups
 from megatron.tensor_parallel import products, sharded_products
 from megatron.tensor_parallel.rng import LayerStream
@@ -99,7 +100,8 @@ def on_stages(groups: ProcessGroups, case: GridCase) -> tuple[Any, Any, tuple[in
     first = build(case, groups.world, layers=range(0, 2), has_head=False)
     last = build(case, groups.world, layers=range(2, 3), has_embedding=False)
     data = batch(case)
-    where = data["position_ids"], data["document_ids"]
+    documents = Documents.of(data["document_ids"], torch.device("cpu"))
+    where = data["position_ids"], documents
     sent = first.transform(first.embed(data["tokens"], where[0]), *where)
     received = sent.detach().requires_grad_()
     hidden = last.transform(received, *where)

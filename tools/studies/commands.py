@@ -83,14 +83,21 @@ class Commands:
 
     def file_of(self, score: Score) -> str:
         """Return the file on which a score is computed."""
-        return score.file.replace(DATA, str(self._data))
+        return self._placed(score.file)
 
-    def check_scores(self) -> None:
-        """Raise `ConfigError` if the file of a score is missing, before hours of training."""
+    def check_files(self) -> None:
+        """Raise `ConfigError` if the file of a score is missing, or a file has another digest.
+
+        This is asked before hours of training.
+        """
         for score in self._study.scores:
             if not Path(self.file_of(score)).is_file():
                 where = f"{self._study.path}: scores.{score.name}.file"
                 raise ConfigError(f"{where}: {self.file_of(score)} is no file")
+        for name, digest in self._study.sha256.items():
+            file, where = self._placed(name), f"{self._study.path}: sha256.{name}"
+            if _content(file, where) != digest:
+                raise ConfigError(f"{where}: {file} is another file; --data names the folder")
 
     def digest(self, run: DeclaredRun) -> str:
         """Return a digest of what a study file and the configuration that it names say of a run.
@@ -100,7 +107,7 @@ class Commands:
         settings: list[object] = [self._study.entry, run.seed, run.ranks, run.tokens]
         settings.append(dict(run.flags))
         if "config" in run.flags:
-            settings.append(_content(str(run.flags["config"])))
+            settings.append(_content(str(run.flags["config"]), "config"))
         if run.fork is not None:
             settings += [run.fork.run, run.fork.step, self.digest(self._study.base(run))]
         text = json.dumps(settings, sort_keys=True)
@@ -135,7 +142,10 @@ class Commands:
         return found, config
 
     def _words(self, flags: Mapping[str, FlagValue]) -> list[str]:
-        return [word.replace(DATA, str(self._data)) for word in as_words(flags)]
+        return [self._placed(word) for word in as_words(flags)]
+
+    def _placed(self, word: str) -> str:
+        return word.replace(DATA, str(self._data))
 
     def _iterations(self, run: DeclaredRun, config: Config) -> int:
         """Return the steps that have the run's tokens."""
@@ -175,9 +185,9 @@ def as_words(flags: Mapping[str, FlagValue]) -> Iterator[str]:
             yield str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _content(path: str) -> str:
-    """Return a digest of a file."""
+def _content(path: str, where: str) -> str:
+    """Return the SHA-256 of a file."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
-        raise ConfigError(f"config: {path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{where}: {path}: cannot be read: {error.strerror}") from None

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ TOP = (
     "runs",
     "pairs",
     "scores",
+    "sha256",
 )
 RUN = ("flags", "grid", "fork", "ranks", "seeds", "tokens", "baseline")
 FORK = ("run", "step")
@@ -57,6 +58,7 @@ RESERVED = ("seed", "run-dir", "load", "save", "ckpt-step", "exit-interval", "he
 """Flags that the study sets for each run."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What PyYAML raises for values that do not fit their tag, such as a 13th month."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 """Names of runs, which are also names of folders."""
 
@@ -113,8 +115,9 @@ class DeclaredStudy:
 
     `baseline` is the group whose loss is subtracted, seed by seed, from those of runs that name no
     other, and `reference` the group to whose bytes all are related. `pairs` are groups whose
-    difference is reported. `scores` are figures of every model. `vocabulary` is the size of the
-    tokenizer that is trained on the text of the study, None if the flags name data that exist.
+    difference is reported. `scores` are figures of every model. `sha256` are digests of files that
+    runs read. `vocabulary` is the size of the tokenizer that is trained on the text of the study,
+    None if the flags name data that exist.
     """
 
     path: Path
@@ -126,6 +129,7 @@ class DeclaredStudy:
     reference: str | None
     pairs: tuple[tuple[str, str], ...]
     scores: tuple[Score, ...] = ()
+    sha256: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -225,6 +229,7 @@ def _study(path: Path, content: Mapping[str, Any]) -> DeclaredStudy:
         reference=None if reference is None else str(reference),
         pairs=tuple(_pairs(content.get("pairs", []), groups)),
         scores=tuple(_scores(_mapping("scores", content.get("scores", {})))),
+        sha256=_digests(_mapping("sha256", content.get("sha256", {}))),
     )
 
 
@@ -339,6 +344,13 @@ def _scores(content: Mapping[str, Any]) -> Iterator[Score]:
         if score.task not in EVALUATED:
             raise ConfigError(f"{where}.task: {score.task}{nearest(score.task, EVALUATED)}")
         yield score
+
+
+def _digests(content: Mapping[str, Any]) -> dict[str, str]:
+    for name, digest in content.items():
+        if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+            raise ConfigError(f"sha256.{name}: must be 64 hexadecimal digits")
+    return {str(name): digest for name, digest in content.items()}
 
 
 def _fork(where: str, value: Any) -> Fork | None:

@@ -173,7 +173,7 @@ class Execution:
 
     def run_all(self, wanted: Sequence[DeclaredRun], done: Collection[str]) -> list[str]:
         """Run all of `wanted` that are not `done`; return the names of those that failed."""
-        self._commands.check_scores()
+        self._commands.check_files()
         waiting = [run for run in wanted if run.name not in done]
         self._log(f"{len(wanted) - len(waiting)} of {len(wanted)} runs are done")
         failed: list[str] = []

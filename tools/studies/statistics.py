@@ -202,8 +202,7 @@ def _group(
     scatter: float | None,
 ) -> SeedGroup:
     error = standard_error(list(gaps.values())) if len(gaps) > 1 else scatter
-    scored = [row for row in rows if row.scores]
-    names = scored[0].scores if scored else ()
+    names = dict.fromkeys(name for row in rows for name in row.scores)
     return SeedGroup(
         name=name,
         ranks=rows[0].ranks,
@@ -217,7 +216,10 @@ def _group(
         peak_memory=_of_known(max, (row.peak_memory for row in rows)),
         clipped=statistics.fmean(row.clipped for row in rows),
         failed=sum(row.valid_loss is None for row in rows),
-        scores={name: statistics.fmean(row.scores[name] for row in scored) for name in names},
+        scores={
+            name: statistics.fmean(row.scores[name] for row in rows if name in row.scores)
+            for name in names
+        },
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ def prepare(text: Path, folder: Path, *, vocabulary: int) -> Path:
     made = [folder / "tokenizer.json"]
     made += [folder / f"{kind}_text_document.{end}" for kind in KINDS for end in ("bin", "idx")]
     if all(path.is_file() for path in made):
+        _check_tokenizer(made[0], vocabulary)
         return folder
     files = {kind: sorted(str(path) for path in text.glob(f"{kind}*")) for kind in KINDS}
     for kind, found in files.items():
@@ -41,6 +43,19 @@ def prepare(text: Path, folder: Path, *, vocabulary: int) -> Path:
             + ["--append-eod", "--overwrite"]
         )
     return folder
+
+
+def _check_tokenizer(path: Path, vocabulary: int) -> None:
+    """Raise `ConfigError` for a tokenizer of another study, which has another vocabulary."""
+    try:
+        size = len(json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"--data: {path} is no tokenizer: {error!r}") from None
+    if size > vocabulary:
+        raise ConfigError(
+            f"--data: {path} has {size} entries, and the study's vocabulary {vocabulary}; give "
+            "another folder"
+        )
 
 
 def _run_tool(command: Sequence[str]) -> None:

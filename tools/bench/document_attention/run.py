@@ -34,7 +34,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from megatron.model.causal_attention import Documents, causal_attention
+from megatron.documents import Documents
+from megatron.model.causal_attention import causal_attention
 from tools.bench.common.page_files import write_page
 
 HEADS, HEAD_SIZE = 12, 64

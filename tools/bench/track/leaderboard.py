@@ -1,10 +1,11 @@
 """The leaderboard of the communication track, from rows of runs and step times.
 
-    python -m tools.bench.track.leaderboard     writes README.md and results.json
+    python -m tools.bench.track.leaderboard                    writes README.md and results.json
+    python -m tools.bench.track.leaderboard --results ROWS     prints the board of other rows
 
-An entry reaches the target if (target - mean loss) sqrt(seeds) is at least `SURE` sigma, as in the
-rules of modded-nanogpt: sigma and the target come from the seeds of the baseline. Of those that
-reach it, the one whose run takes least time at `RANKED_BY` is first.
+An entry of two seeds or more reaches the target if (target - mean loss) sqrt(seeds) is at least
+`SURE` sigma, as in the rules of modded-nanogpt: sigma and the target come from `SEEDS` seeds of the
+baseline. Of those that reach it, the one whose run takes least time at `RANKED_BY` is first.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron.config import Config
 from megatron.errors import ConfigError, SparsetronError
 from megatron.metrics.log_line import memory_size
 from tools.bench.common.page_files import table, write_page
-from tools.bench.track.step_times import FILE, TIER, StepTime, read_times, start_of
-from tools.studies.declaration import DeclaredRun, DeclaredStudy, read_study
+from tools.bench.track.rules import check_entries, start_of, wire_of
+from tools.bench.track.step_times import FILE, TIER, StepTime, before_name, read_times
+from tools.studies.commands import Commands
+from tools.studies.declaration import DeclaredStudy, read_study
 from tools.studies.rows import StudyRow, read_rows
 from tools.studies.statistics import SeedGroup, groups_of
 
@@ -31,10 +35,10 @@ RESULTS = FOLDER / "tier_s.jsonl"
 MARGIN = 0.05
 """Nats by which the target is above the mean loss of the baseline."""
 SURE = 3.09
-"""Quantile (99.9 %) of the normal distribution."""
+"""Quantile (99.9 %) of the normal distribution; of Student's t with 7 degrees of freedom 99.1 %."""
 SEEDS = 8
-"""Seeds of the baseline with which target and sigma are fixed."""
-RANKED_BY = "200mbit"
+"""Seeds of the baseline, 1 to 8, that fix the target and sigma."""
+RANKED_BY = "50mbit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,11 @@ class Target:
     loss: float
     sigma: float
     seeds: int
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all seeds are in; a preliminary target is not reached."""
+        return self.seeds == SEEDS
 
     def sureness(self, losses: Sequence[float]) -> float:
         """Return (target - mean loss) sqrt(seeds) in units of sigma."""
@@ -55,18 +64,13 @@ class Target:
 class Standing:
     """An entry on the leaderboard.
 
-    `sureness` is None without a target. `minutes` is the time of a whole run by rate, whose steps
-    before the path begins are those of the baseline.
+    `sureness` is None without a target. `minutes` is the time of a whole run by rate.
     """
 
     group: SeedGroup
     sureness: float | None
+    reaches: bool
     minutes: Mapping[str, float]
-
-    @property
-    def reaches(self) -> bool:
-        """Whether the entry reaches the target."""
-        return self.sureness is not None and self.sureness >= SURE
 
     @property
     def order(self) -> tuple[bool, float, float]:
@@ -81,8 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not options.results.is_file():
             raise ConfigError(f"--results: {options.results} is no file; tools/study.py makes it")
-        study, rows = read_study(options.tier), read_rows(options.results)
-        standings = standings_of(study, rows, read_times(options.times))
+        study = read_study(options.tier)
+        commands = Commands(study, Path("runs"), Path("data"))
+        check_entries(study, commands)
+        rows = checked_rows(study, commands, read_rows(options.results))
+        standings = standings_of(study, commands, rows, read_times(options.times))
         target = target_of(study, rows)
     except SparsetronError as error:
         print(f"leaderboard: {error}", file=sys.stderr)
@@ -92,14 +99,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "target": target and asdict(target),
         "entries": [asdict(each) for each in standings],
     }
-    write_page(options.out, text=text, values=values)
+    is_committed = options.results == RESULTS
+    write_page(options.out or (FOLDER if is_committed else None), text=text, values=values)
     return 0
+
+
+def checked_rows(
+    study: DeclaredStudy, commands: Commands, rows: Sequence[StudyRow]
+) -> list[StudyRow]:
+    """Return the rows. Raises `ConfigError` for one that the tier's file does not declare."""
+    declared = {run.name: commands.digest(run) for run in study.runs}
+    for row in rows:
+        if declared.get(row.name) != row.settings:
+            raise ConfigError(f"{study.path}: {row.name} has a row of other settings, or is no run")
+    return list(rows)
 
 
 def target_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> Target | None:
     """Return the target by the seeds of the baseline; None with fewer than two."""
-    losses = [row.valid_loss for row in rows if row.group == study.baseline]
-    known = [loss for loss in losses if loss is not None]
+    found = [row for row in rows if row.group == study.baseline and row.seed <= SEEDS]
+    known = [row.valid_loss for row in found if row.valid_loss is not None]
     if len(known) < 2:
         return None
     return Target(
@@ -109,6 +128,7 @@ def target_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> Target | None:
 
 def standings_of(
     study: DeclaredStudy,
+    commands: Commands,
     rows: Sequence[StudyRow],
     times: Mapping[str, Mapping[str, StepTime]],
 ) -> list[Standing]:
@@ -117,24 +137,32 @@ def standings_of(
     entries = {run.group: run for run in study.runs}
     found: list[Standing] = []
     for group in groups_of(rows, study.baselines):
-        steps = max(row.steps for row in rows if row.group == group.name)
+        config, steps = commands.config(entries[group.name]), commands.steps(entries[group.name])
         minutes = {
-            rate: run_seconds(entries[group.name], study.baseline, by_entry, steps) / 60
+            rate: seconds / 60
             for rate, by_entry in times.items()
-            if {group.name, study.baseline} <= by_entry.keys()
+            if (seconds := run_seconds(group.name, config, by_entry, steps)) is not None
         }
         losses = list(group.losses.values())
         sureness = target.sureness(losses) if target and losses else None
-        found.append(Standing(group=group, sureness=sureness, minutes=minutes))
+        reaches = sureness is not None and sureness >= SURE and len(losses) > 1
+        reaches &= target is not None and target.is_fixed and not group.failed
+        found.append(Standing(group=group, sureness=sureness, reaches=reaches, minutes=minutes))
     return sorted(found, key=lambda each: each.order)
 
 
 def run_seconds(
-    entry: DeclaredRun, baseline: str, times: Mapping[str, StepTime], steps: int
-) -> float:
-    """Return the seconds of the steps of a run: the baseline's until the path begins."""
-    before = start_of(entry)
-    return before * times[baseline].seconds + (steps - before) * times[entry.group].seconds
+    entry: str, config: Config, times: Mapping[str, StepTime], steps: int
+) -> float | None:
+    """Return the seconds of the steps of a run, the dense ones before its path begins included.
+
+    None if they were not all timed.
+    """
+    before, dense = start_of(config), before_name(wire_of(config))
+    if entry not in times or (before and dense not in times):
+        return None
+    late = (steps - before) * times[entry].seconds
+    return late + (before * times[dense].seconds if before else 0.0)
 
 
 HEAD = ("entry", "seeds", "loss", "above", "sureness", "/ bytes", "memory")
@@ -159,7 +187,8 @@ def _cells(
     rates: Sequence[str],
 ) -> list[str]:
     group = standing.group
-    cells = [group.name, str(len(group.losses))]
+    failed = f" ({group.failed} failed)" if group.failed else ""
+    cells = [group.name, f"{len(group.losses)}{failed}"]
     cells += ["none" if group.loss is None else f"{group.loss:.4f}"]
     above = "" if group.gap is None or group.name == study.baseline else f"{group.gap:+.4f}"
     sureness = "" if standing.sureness is None else f"{standing.sureness:.1f}"
@@ -176,15 +205,15 @@ def _cells(
 def _note(target: Target | None, study: DeclaredStudy) -> list[str]:
     goal = "There is no target before two seeds of the baseline."
     if target is not None:
-        fixed = "fixed" if target.seeds >= SEEDS else f"preliminary, {target.seeds} seeds"
+        fixed = "fixed" if target.is_fixed else f"preliminary, {target.seeds} seeds"
         goal = f"Target: {target.loss:.4f} nats, sigma {target.sigma:.4f} ({fixed})."
     return textwrap.wrap(
         f"{goal} Above: mean loss less that of {study.baseline} of the same seeds. Sureness: "
-        f"(target - mean loss) sqrt(seeds) / sigma; at least {SURE} (bold) reaches the target. / "
-        f"bytes: payload of a step over that of {study.reference}, mean of the whole run. Minutes: "
-        "of the steps of a whole run, from step times on four ranks that share two cores, each "
-        f"behind a link of this rate; entries that reach the target are in the order of "
-        f"{RANKED_BY}.",
+        f"(target - mean loss) sqrt(seeds) / sigma. An entry reaches the fixed target (bold) with "
+        f"{SURE} or more and at least two seeds, none of them failed. / bytes: payload of a step "
+        f"over that of {study.reference}, mean of the whole run. Minutes: of the steps of a whole "
+        "run, from means of step times on four ranks that share two cores, each behind a link of "
+        f"this rate. Entries that reach the target are in the order of {RANKED_BY}.",
         width=120,
     )
 
@@ -206,7 +235,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tier", type=Path, default=TIER, help="the study that declares the entries")
     add("--results", type=Path, default=RESULTS, help="its rows")
     add("--times", type=Path, default=FILE, help="its step times")
-    add("--out", type=Path, default=FOLDER, help="folder of the page")
+    add("--out", type=Path, help="folder of the page (default: that of the committed rows)")
     return parser.parse_args(arguments)
 
 

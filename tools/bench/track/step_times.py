@@ -5,8 +5,8 @@
 Every entry is `pretrain_gpt.py` with the model and batch of the tier on four ranks, each in a
 network namespace of its own whose link has the given rate. Entries take turns, so that other load
 on the machine falls on all of them. A rank's interface counts the bytes of a step, as the
-difference of a long run and a short one. Writes step_times.json, of which
-`tools.bench.track.leaderboard` makes the times of whole runs.
+difference of a long run and a short one. Dense steps before a path begins are rows of their own.
+Adds the rows to step_times.json, of which `tools.bench.track.leaderboard` makes the times of runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from megatron.status import replace_text
 from tools.bench.common.netlab import NO_LIMIT, Network, run
 from tools.bench.gradient_path.run import check_network
 from tools.bench.nodes.run import sent_by_a_node
+from tools.bench.track.rules import START, check_entries, cycle_of, start_of, wire_of
 from tools.studies.commands import Commands
 from tools.studies.declaration import DeclaredRun, DeclaredStudy, read_study
 
@@ -34,24 +35,59 @@ REPO = Path(__file__).resolve().parents[3]
 TIER = Path(__file__).with_name("tier_s.yaml")
 FILE = Path(__file__).with_name("step_times.json")
 RATES = (NO_LIMIT, "1gbit", "200mbit", "50mbit")
-WARM_UP, PERIOD = 2, 20
-"""Steps before the measured ones, and measured steps: a whole interval of every entry."""
-START = "-start-iter"
-"""End of the flags that delay a path, which timing does not wait for."""
+WARM_UP, PERIOD = 3, 20
+"""Steps before the measured ones, at least, and measured steps: whole cycles of every entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """An entry on one network: median seconds of a step, and the bytes that a rank sends in it.
+    """An entry on one network: seconds of a step, and the bytes that a rank sends in it.
 
-    `reported` is what the run says, `counted` what the interface counts, None on the loopback,
-    which ranks share.
+    `rounds` are means over `PERIOD` steps. `reported` is what the run says, `counted` what the
+    interface counts, None on the loopback, which ranks share. `load` was the machine's at the
+    start.
     """
 
     entry: str
-    seconds: float
+    rounds: Sequence[float]
     reported: float
     counted: float | None
+    load: float
+
+    @property
+    def seconds(self) -> float:
+        """Median of the rounds."""
+        return statistics.median(self.rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRuns:
+    """A long and a short run of an entry, which differ by the measured steps."""
+
+    name: str
+    study: DeclaredStudy
+    before: int
+
+    def train(self, network: Network, data: Path, *, steps: int) -> tuple[RunData, float | None]:
+        """Train for `steps` steps; return the run, and the bytes that a rank sent in all."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "network"
+            commands, short = self.commands(Path(folder), data, steps=steps)
+            command = [str(REPO / "pretrain_gpt.py"), *commands.flags(short)]
+            if code := run(network.command(command, folder=out)):
+                raise ConfigError(f"{self.name} on {network}: a rank failed with exit code {code}")
+            counters = out / "counters.json"
+            sent = None
+            if counters.is_file():
+                sent = sent_by_a_node(json.loads(counters.read_text(encoding="utf-8")))
+            return read_run(commands.folder(short)), sent
+
+    def commands(self, folder: Path, data: Path, *, steps: int) -> tuple[Commands, DeclaredRun]:
+        """Return a run of `steps` steps, and its commands."""
+        (declared,) = self.study.runs
+        flags = {**declared.flags, "train-iters": steps, "eval-iters": 0, "log-interval": 1}
+        short = replace(declared, flags=flags, tokens=None)
+        return Commands(replace(self.study, runs=(short,)), folder, data), short
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,108 +96,120 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.rounds < 1:
             raise ConfigError(f"--rounds {options.rounds}: must be at least 1")
-        study = read_study(options.tier)
-        entries = {run.group: run for run in reversed(study.runs)}
-        for name in options.entries or ():
-            if name not in entries:
-                raise ConfigError(f"--entries {name}: must be one of {', '.join(study.groups)}")
-        chosen = [entries[name] for name in options.entries or study.groups]
-        networks = {rate: Network(ranks=chosen[0].ranks, rate=rate) for rate in options.rates}
+        timed = timed_runs(read_study(options.tier), options.data, options.entries)
+        (ranks,) = {each.study.runs[0].ranks for each in timed}
+        networks = {rate: Network(ranks=ranks, rate=rate) for rate in options.rates}
         for network in networks.values():
             check_network(network)
-        load = f"{os.getloadavg()[0]:.1f}"
-        found = {
-            rate: [
-                asdict(each)
-                for each in measure(study, chosen, network, options.data, rounds=options.rounds)
-            ]
-            for rate, network in networks.items()
-        }
+        for rate, network in networks.items():
+            found = measure(timed, network, options.data, rounds=options.rounds)
+            add_times(options.out, rate, found)
     except SparsetronError as error:
         print(f"step_times: {error}", file=sys.stderr)
         return error.exit_code
-    replace_text(
-        options.out, json.dumps({"load at start": load, "networks": found}, indent=1) + "\n"
-    )
     return 0
 
 
+def timed_runs(
+    study: DeclaredStudy, data: Path, entries: Iterable[str] | None = None
+) -> list[TimedRuns]:
+    """Return what is timed: entries, and the dense steps before those that begin later.
+
+    Raises `ConfigError` for an entry against the rules, or one that cannot be timed.
+    """
+    chosen = list(study.groups if entries is None else entries)
+    for name in chosen:
+        if name not in study.groups:
+            raise ConfigError(f"--entries {name}: must be one of {', '.join(study.groups)}")
+    commands = Commands(study, Path("runs"), data)
+    check_entries(study, commands)
+    first = {run.group: run for run in reversed(study.runs)}
+    found: dict[str, TimedRuns] = {}
+    for name in chosen:
+        entry, config = first[name], commands.config(first[name])
+        if PERIOD % cycle_of(config):
+            raise ConfigError(
+                f"{study.path}: runs.{name}: its steps repeat after {cycle_of(config)}, which must "
+                f"divide the {PERIOD} measured steps"
+            )
+        found[name] = _timed(study, entry, before=max(WARM_UP, cycle_of(config) + 1))
+        if start_of(config):
+            wire = wire_of(config)
+            flags = {**first[study.baseline].flags}
+            del flags["grad-wire"]
+            flags |= {} if wire == "fp32" else {"grad-wire": wire}
+            dense = replace(first[study.baseline], group=before_name(wire), flags=flags)
+            found[dense.group] = _timed(study, dense, before=WARM_UP)
+    for each in found.values():  # before hours of measuring
+        each.commands(Path("runs"), data, steps=each.before + PERIOD)
+        each.commands(Path("runs"), data, steps=each.before)
+    return list(found.values())
+
+
+def before_name(wire: str) -> str:
+    """Return the name of the dense steps before a path begins."""
+    return f"before_{wire}"
+
+
+def _timed(study: DeclaredStudy, entry: DeclaredRun, *, before: int) -> TimedRuns:
+    """Let a path begin at once, since timing does not wait for it."""
+    delays = [name for name in entry.flags if name.replace("-", "_").endswith(START)]
+    entry = replace(entry, flags={**entry.flags, **dict.fromkeys(delays, 1)})
+    return TimedRuns(name=entry.group, study=replace(study, runs=(entry,)), before=before)
+
+
 def measure(
-    study: DeclaredStudy,
-    entries: Sequence[DeclaredRun],
-    network: Network,
-    data: Path,
-    *,
-    rounds: int,
+    timed: Sequence[TimedRuns], network: Network, data: Path, *, rounds: int
 ) -> list[StepTime]:
     """Measure the entries in turns."""
-    seconds: dict[str, list[float]] = {entry.group: [] for entry in entries}
-    reported: dict[str, float] = {}
-    counted: dict[str, float | None] = {}
+    load = round(os.getloadavg()[0], 1)
+    seconds: dict[str, list[float]] = {each.name: [] for each in timed}
+    sent: dict[str, tuple[float, float | None]] = {}
     for number in range(rounds):
-        for entry in entries:
-            name, before = entry.group, warm_up(entry)
-            found, sent = train(study, entry, network, data, steps=before + PERIOD)
-            seconds[name] += found.steps["step_seconds"][before:]
+        for each in timed:
+            run, total = each.train(network, data, steps=each.before + PERIOD)
+            seconds[each.name].append(statistics.fmean(run.steps["step_seconds"][each.before :]))
             if number == 0:  # bytes do not depend on the round
-                reported[name] = statistics.fmean(found.steps["bytes_sent"][before:])
-                _, earlier = train(study, entry, network, data, steps=before)
-                counted[name] = None
-                if sent is not None and earlier is not None:
-                    counted[name] = (sent - earlier) / PERIOD
-            median = 1e3 * statistics.median(seconds[name])
-            print(f"{network}: {name}: {median:.0f} ms", flush=True)
+                _, earlier = each.train(network, data, steps=each.before)
+                reported = statistics.fmean(run.steps["bytes_sent"][each.before :])
+                sent[each.name] = reported, None
+                if total is not None and earlier is not None:
+                    sent[each.name] = reported, (total - earlier) / PERIOD
+            print(f"{network}: {each.name}: {1e3 * seconds[each.name][-1]:.0f} ms", flush=True)
     return [
         StepTime(
-            entry=entry.group,
-            seconds=statistics.median(seconds[entry.group]),
-            reported=reported[entry.group],
-            counted=counted[entry.group],
+            entry=name,
+            rounds=seconds[name],
+            reported=sent[name][0],
+            counted=sent[name][1],
+            load=load,
         )
-        for entry in entries
+        for name in sent
     ]
 
 
-def warm_up(entry: DeclaredRun) -> int:
-    """Return the steps before the measured ones; Radius draws its first index in the last."""
-    return entry.flags.get("radius-interval", WARM_UP) + 1  # type: ignore[operator]
+# ---- the file ------------------------------------------------------------------------------
 
 
-def train(
-    study: DeclaredStudy, entry: DeclaredRun, network: Network, data: Path, *, steps: int
-) -> tuple[RunData, float | None]:
-    """Train an entry for `steps` steps; return its run, and the bytes that a rank sent in all."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "network"
-        flags = {**entry.flags, "train-iters": steps, "eval-iters": 0, "log-interval": 1}
-        flags |= {name: WARM_UP for name in flags if name.endswith(START)}
-        short = replace(entry, fork=None, flags=flags, tokens=None)
-        commands = Commands(replace(study, runs=(short,)), Path(folder), data)
-        command = [str(REPO / "pretrain_gpt.py"), *commands.flags(short)]
-        if code := run(network.command(command, folder=out)):
-            raise ConfigError(f"{entry.group} on {network}: a rank failed with exit code {code}")
-        counters = out / "counters.json"
-        sent = None
-        if counters.is_file():
-            sent = sent_by_a_node(json.loads(counters.read_text(encoding="utf-8")))
-        return read_run(commands.folder(short)), sent
-
-
-def start_of(entry: DeclaredRun) -> int:
-    """Return the steps before the path of an entry begins."""
-    starts = [value for name, value in entry.flags.items() if name.endswith(START)]
-    return max((value for value in starts if isinstance(value, int)), default=0)
-
-
-def read_times(path: Path) -> Mapping[str, Mapping[str, StepTime]]:
+def read_times(path: Path) -> dict[str, dict[str, StepTime]]:
     """Return step times by rate and entry; none without a file."""
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))["networks"]
+    content: Mapping[str, Sequence[Mapping[str, object]]] = json.loads(
+        path.read_text(encoding="utf-8")
+    )
     return {
-        rate: {each["entry"]: StepTime(**each) for each in entries}
+        rate: {each["entry"]: StepTime(**each) for each in entries}  # type: ignore[misc,arg-type]
         for rate, entries in content.items()
     }
+
+
+def add_times(path: Path, rate: str, found: Sequence[StepTime]) -> None:
+    """Add the times of one rate to the file, in place of earlier ones of the same entries."""
+    times = read_times(path)
+    times[rate] = times.get(rate, {}) | {each.entry: each for each in found}
+    content = {rate: [asdict(each) for each in by.values()] for rate, by in times.items()}
+    replace_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
