@@ -40,10 +40,10 @@ def _fixed(run: DeclaredRun, commands: Commands) -> Iterator[tuple[str, object]]
     config = commands.config(run)
     yield "model", config.model
     yield "data", config.data
-    yield "evaluation", config.evaluation
     yield "precision", (config.precision.fp16, config.precision.bf16)
     yield "global-batch-size", config.training.global_batch_size
     yield "number of steps", commands.steps(run)
+    yield "evaluation", config.evaluation
     yield "number of data-parallel ranks", commands.data_parallel(run)
     # A fork would have the steps of another run.
     yield "fork", run.fork
