@@ -179,7 +179,7 @@ KEPT = set(SMALL) | {
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "profile"),
     "split",
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel"),
-    *("num_layers_per_virtual_pipeline_stage", "dp_inner_size"),
+    *("num_layers_per_virtual_pipeline_stage", "dp_inner_size", "overlap_param_gather"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("pipeline_schedule", "pipeline_limit", "optimizer_cpu_offload", "predivide_loss"),
     *("train_data_path", "valid_data_path", "test_data_path"),
@@ -216,6 +216,7 @@ ROUND_TRIPS = (
     "--offload-coarsening 2",
     "--recompute-granularity full --recompute-method sqrt",
     "--full-validation",
+    "--use-distributed-optimizer --overlap-param-gather",
 )
 
 
