@@ -296,7 +296,7 @@ def open_run(
     def locate() -> str:
         if not runtime.is_writer:
             return ""
-        if hung := prepare_run_dir(run_dir, attempt=attempt, ranks=groups.world.size):
+        if hung := prepare_run_dir(run_dir, attempt=attempt, nccl="nccl" in runtime.backend):
             log(f"collectives of an earlier start: {hung}")
         origin = locate_checkpoint(config, run_dir, log=log)
         return json.dumps([str(origin.path), origin.own] if origin else None)

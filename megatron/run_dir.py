@@ -56,15 +56,15 @@ def lock_run_dir(run_dir: Path, *, log: Callable[[str], None]) -> Callable[[], N
     return lock.release if lock is not None else lambda: None
 
 
-def prepare_run_dir(run_dir: Path, *, attempt: str = "", ranks: int = 1) -> str:
-    """Write the status "running" to the run folder, and make room for dumps of several ranks.
+def prepare_run_dir(run_dir: Path, *, attempt: str = "", nccl: bool = False) -> str:
+    """Write the status "running" to the run folder, and make room for dumps of NCCL.
 
     Returns one line on the dumps of collectives that an earlier start left, empty without any.
     Raises `ConfigError` if the folder cannot be written: at once, instead of at the first save.
     """
     with _failing(run_dir):
         write_status(run_dir, signed(Status(state="running", attempt=attempt)))
-        return clear_dumps(run_dir, ranks=ranks)
+        return clear_dumps(run_dir, nccl=nccl)
 
 
 @contextmanager

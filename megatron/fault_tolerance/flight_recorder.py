@@ -52,13 +52,13 @@ def set_recorder_variables(run_dir: Path, environ: MutableMapping[str, str] | No
             env[name] = f"{run_dir.absolute()}/{value}" if name.endswith("FILE") else value
 
 
-def clear_dumps(run_dir: Path, *, ranks: int) -> str:
-    """Remove the dumps of earlier starts of the run, and make their folder for several ranks.
+def clear_dumps(run_dir: Path, *, nccl: bool) -> str:
+    """Remove the dumps of earlier starts of the run, and make the folder in which NCCL's must lie.
 
     Returns what the dumps say, since a job that goes back to the queue starts again unattended.
     """
     said = explain(run_dir)
-    if ranks > 1:
+    if nccl:
         (run_dir / FOLDER).mkdir(exist_ok=True, mode=0o750)
     for path in (run_dir / FOLDER).glob("*_trace_rank_*"):
         if _NAME.fullmatch(path.name.removesuffix(_PART)):
@@ -75,6 +75,7 @@ def write_dump(run_dir: Path, rank: int) -> None:
     with suppress(OSError, RuntimeError):
         # Without stacks, whose symbols take seconds.
         trace = getattr(torch, _GLOO)(True, False, False)
+        path.parent.mkdir(exist_ok=True, mode=0o750)
         part = path.with_name(f"{path.name}{_PART}")
         part.write_bytes(trace)
         part.replace(path)
