@@ -19,7 +19,6 @@ read or written.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -32,13 +31,12 @@ from megatron.config.fields import nearest  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 from tools.studies import array  # noqa: E402
 from tools.studies.declaration import DeclaredRun, DeclaredStudy, read_study  # noqa: E402
-from tools.studies.execution import Execution, Launcher  # noqa: E402
+from tools.studies.execution import Execution, Launcher, is_array_task  # noqa: E402
 from tools.studies.page import report_of, write_report  # noqa: E402
 from tools.studies.rows import StudyRow, read_rows, write_rows  # noqa: E402
 from tools.studies.text_data import prepare  # noqa: E402
 
 EXIT_FAILED = 1
-ARRAY_TASK = "SLURM_ARRAY_TASK_ID"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +83,7 @@ def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: launcher.stop())
     failed = execution.run_all(wanted, done)
-    if ARRAY_TASK not in os.environ:  # whose tasks would all write one file
+    if not is_array_task():  # whose tasks would all write one file
         _collect(execution, results)
     if failed:
         _log(f"no result: {', '.join(failed)}; the same command tries again, --only RUN one alone")

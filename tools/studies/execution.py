@@ -37,6 +37,11 @@ POLL_SECONDS = 0.5
 Log = Callable[[str], None]
 
 
+def is_array_task() -> bool:
+    """Return whether this process is a task of a Slurm array."""
+    return "SLURM_ARRAY_TASK_ID" in os.environ
+
+
 class Launcher:
     """Starts runs with scripts/launch.sh, `jobs` processes at a time, and can end all of them."""
 
