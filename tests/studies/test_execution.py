@@ -137,7 +137,7 @@ def test_each_finished_model_is_scored(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"scores.b.file: .*/f is no file"):
         execute(path, PretendedRuns(path), only)
     (tmp_path / "f").touch()
-    digest = f"sha256: {{'{tmp_path}/f': {'0' * 64}}}\n{score}"
+    digest = f"sha256: {{'{tmp_path}/f': {'a' * 64}}}\n{score}"
     other = write_study(tmp_path, ("runs:", digest))
     with pytest.raises(ConfigError, match=r"sha256.*/f: .*/f is another file"):
         execute(other, PretendedRuns(other), only)
