@@ -22,7 +22,7 @@ from tools.bench.track import leaderboard, step_times
 from tools.bench.track.leaderboard import (
     RANKED_BY,
     SURE,
-    Standing,
+    EntryStanding,
     Target,
     standings_of,
     target_of,
@@ -71,7 +71,9 @@ def times(**seconds: float) -> dict[str, StepTime]:
     }
 
 
-def board(found: Sequence[StudyRow], at: Mapping[str, StepTime] | None = None) -> list[Standing]:
+def board(
+    found: Sequence[StudyRow], at: Mapping[str, StepTime] | None = None
+) -> list[EntryStanding]:
     by_rate = {} if at is None else {RANKED_BY: at}
     return standings_of(STUDY, COMMANDS, found, by_rate)
 

@@ -50,7 +50,7 @@ STEEP = 1.15
 
 
 @dataclass(frozen=True)
-class Cost:
+class ScaleCost:
     """A row at one number of ranks: `count` calls or files, and bytes, of all ranks together.
 
     `seconds` is what the event takes longer for it.
@@ -67,7 +67,7 @@ class Cost:
 class Row:
     """A row at each of `WORLDS`."""
 
-    costs: Sequence[Cost]
+    costs: Sequence[ScaleCost]
 
     def growth(self, kind: str) -> float:
         """Return the exponent of N by which a field grows from the first to the last size."""
@@ -82,7 +82,7 @@ def rows(plans: Sequence[Plan]) -> list[Row]:
     return [Row(costs) for costs in zip(*(list(costs_of(plan)) for plan in plans), strict=True)]
 
 
-def costs_of(plan: Plan) -> Iterator[Cost]:
+def costs_of(plan: Plan) -> Iterator[ScaleCost]:
     """Yield the costs of a run on the ranks of a plan."""
     yield from _steps(plan)
     yield from _meanwhile(plan)
@@ -102,7 +102,7 @@ def _ring(ranks: int) -> float:
     return 2 * (ranks - 1) * HOP
 
 
-def _steps(plan: Plan) -> Iterator[Cost]:
+def _steps(plan: Plan) -> Iterator[ScaleCost]:
     dims, world = plan.grid.dims, plan.grid.dims.world_size
     link = plan.site.link(dims, "dp")
     usual = [max(stage.dp, key=lambda kind: kind.steps) for stage in plan.traffic]
@@ -114,27 +114,29 @@ def _steps(plan: Plan) -> Iterator[Cost]:
             sum(collective_seconds(c, link_of(c, plan.site, dims, link), dims.dp) for c in each)
             for each in sent
         )
-        yield Cost("step", what, calls * world, nbytes, seconds)
+        yield ScaleCost("step", what, calls * world, nbytes, seconds)
     groups = [dims.tp, dims.pp, dims.dp, world]
     payloads = [8, 8 + 16, 16, 40]
     nbytes = sum(2 * (n - 1) / n * size * world for n, size in zip(groups, payloads, strict=True))
     seconds = sum(_small(plan, n) for n in groups if n > 1)
-    yield Cost("step", "norm, loss and vote", 4 * world, nbytes, seconds)
+    yield ScaleCost("step", "norm, loss and vote", 4 * world, nbytes, seconds)
     each = 8 * TIMERS * world
     seconds = _ring(world) + 2 * each / TCP_RATE
-    yield Cost("step", "timers, if logged", world, 2 * (world - 1) * each, seconds)
+    yield ScaleCost("step", "timers, if logged", world, 2 * (world - 1) * each, seconds)
     axes = [n for n in (dims.tp, dims.pp, dims.dp) if n > 1]
     nbytes = sum(2 * (n - 1) / n * 24 * world for n in axes)
-    yield Cost("step", "stop vote, evaluation", len(axes) * world, nbytes, sum(map(_ring, axes)))
+    yield ScaleCost(
+        "step", "stop vote, evaluation", len(axes) * world, nbytes, sum(map(_ring, axes))
+    )
 
 
-def _meanwhile(plan: Plan) -> Iterator[Cost]:
+def _meanwhile(plan: Plan) -> Iterator[ScaleCost]:
     world = plan.grid.dims.world_size
-    yield Cost("second", "heartbeat files", LOOKS * world, LOOKS * world * 4096, 0.0)
-    yield Cost("second", "looks at status.json", LOOKS * world, 0, LOOKS * world / FILE_RATE)
+    yield ScaleCost("second", "heartbeat files", LOOKS * world, LOOKS * world * 4096, 0.0)
+    yield ScaleCost("second", "looks at status.json", LOOKS * world, 0, LOOKS * world / FILE_RATE)
 
 
-def _saves(plan: Plan) -> Iterator[Cost]:
+def _saves(plan: Plan) -> Iterator[ScaleCost]:
     dims, world = plan.grid.dims, plan.grid.dims.world_size
     moments = plan.grid.config.optimizer.num_moments
     tensors = sum(len(stage.rank.params) for stage in plan.stages) * dims.tp * (1 + moments)
@@ -142,47 +144,53 @@ def _saves(plan: Plan) -> Iterator[Cost]:
     records = tensors + world * (1 + moments) * plan.grid.config.parallel.use_distributed_optimizer
     announced = RECORD * records
     seconds = _ring(world) / 2 + announced / TCP_RATE
-    yield Cost("save", "shares announced to all", world, (world - 1) * announced, seconds)
+    yield ScaleCost("save", "shares announced to all", world, (world - 1) * announced, seconds)
     agreed = 3 * (_ring(world) / 2 + 300 * world / TCP_RATE)
-    yield Cost("save", "agreements on phases", 3 * world, 3 * world * (world - 1) * 300, agreed)
+    yield ScaleCost(
+        "save", "agreements on phases", 3 * world, 3 * world * (world - 1) * 300, agreed
+    )
     seconds = plan.checkpoint / (plan.site.disk_rate * plan.nodes) + world / FILE_RATE
-    yield Cost("save", "files of the checkpoint", world + 2, plan.checkpoint, seconds)
+    yield ScaleCost("save", "files of the checkpoint", world + 2, plan.checkpoint, seconds)
     manifest = announced + 150 * world
-    yield Cost("save", "manifest, by rank 0", 1, manifest, manifest / plan.site.disk_rate)
+    yield ScaleCost("save", "manifest, by rank 0", 1, manifest, manifest / plan.site.disk_rate)
 
 
-def _starts(plan: Plan) -> Iterator[Cost]:
+def _starts(plan: Plan) -> Iterator[ScaleCost]:
     dims, world = plan.grid.dims, plan.grid.dims.world_size
-    yield Cost("start", "rendezvous of ranks", 3 * world, 3 * world * 100, 3 * world / STORE_RATE)
+    yield ScaleCost(
+        "start", "rendezvous of ranks", 3 * world, 3 * world * 100, 3 * world / STORE_RATE
+    )
     lazy = world >= LAZY_GLOO_RANKS
     sockets = world * (2 if lazy else world - 1)
     # Each rank reads what every rank left in the store.
     nbytes = world**2 * (ADDRESS + PAIR * world * (not lazy))
-    yield Cost("start", "sockets of gloo's world", sockets, nbytes, nbytes / TCP_RATE)
+    yield ScaleCost("start", "sockets of gloo's world", sockets, nbytes, nbytes / TCP_RATE)
     edges = 2 * world if dims.pp > 1 and plan.grid.device == "cuda" else 0
     lines = sum(world // n for n in (dims.tp, dims.pp, dims.dp, dims.pp) if n > 1) + edges
-    yield Cost("start", "process groups", lines * world, 0, lines * NEW_GROUP)
+    yield ScaleCost("start", "process groups", lines * world, 0, lines * NEW_GROUP)
     texts = 40 + 64 + 64 + 150
     seconds = 4 * _ring(world) + world * texts / TCP_RATE
-    yield Cost("start", "hosts, settings, origin", 4 * world, world * (world - 1) * texts, seconds)
+    yield ScaleCost(
+        "start", "hosts, settings, origin", 4 * world, world * (world - 1) * texts, seconds
+    )
     nbytes = CHECKS * 2 * (world - 1) * 4
-    yield Cost("start", "agreements", CHECKS * world, nbytes, CHECKS * _ring(world))
-    yield Cost(
+    yield ScaleCost("start", "agreements", CHECKS * world, nbytes, CHECKS * _ring(world))
+    yield ScaleCost(
         "start", "code compared", SOURCES * world, 2.5e6 * world, SOURCES * world / FILE_RATE
     )
-    yield Cost("start", "data and index opened", 4 * world, 0, 4 * world / FILE_RATE)
-    yield Cost("start", "logs of ranks", world, 0, world / FILE_RATE)
+    yield ScaleCost("start", "data and index opened", 4 * world, 0, 4 * world / FILE_RATE)
+    yield ScaleCost("start", "logs of ranks", world, 0, world / FILE_RATE)
 
 
-def _failures(plan: Plan) -> Iterator[Cost]:
+def _failures(plan: Plan) -> Iterator[ScaleCost]:
     world = plan.grid.dims.world_size
-    yield Cost("failure", "headers, by one rank", world, HEADER * world, world / FILE_RATE)
+    yield ScaleCost("failure", "headers, by one rank", world, HEADER * world, world / FILE_RATE)
     # Each failed rank polls the lock of the finding every 10 ms, for up to 2 s.
-    yield Cost("failure", "polls for the finding", 200 * world, 0, 200 * world / FILE_RATE)
+    yield ScaleCost("failure", "polls for the finding", 200 * world, 0, 200 * world / FILE_RATE)
     dump = RECORD * int(SETTINGS["TORCH_FR_BUFFER_SIZE"][1])
     seconds = 2 * world / FILE_RATE + 2 * dump * world / (plan.site.disk_rate * plan.nodes)
-    yield Cost("failure", "dumps of collectives", 2 * world, 2 * dump * world, seconds)
-    yield Cost("failure", "status.json rewritten", world, 2000 * world, world / FILE_RATE)
+    yield ScaleCost("failure", "dumps of collectives", 2 * world, 2 * dump * world, seconds)
+    yield ScaleCost("failure", "status.json rewritten", world, 2000 * world, world / FILE_RATE)
 
 
 def lines_of(found: Sequence[Row]) -> Iterator[str]:
@@ -204,7 +212,7 @@ def lines_of(found: Sequence[Row]) -> Iterator[str]:
             yield f"  {row.costs[0].what:24}{', '.join(steep)}"
 
 
-def _cell(cost: Cost) -> str:
+def _cell(cost: ScaleCost) -> str:
     size = byte_size(int(cost.nbytes)) if cost.nbytes else "-"
     seconds = f"{cost.seconds:.2g}" if cost.seconds < 100 else f"{cost.seconds:.0f}"
     return f"{scaled(cost.count).strip() or '0':>7}{size:>9}{seconds if cost.seconds else '-':>8} "

@@ -61,7 +61,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class EntryStanding:
     """An entry on the leaderboard.
 
     `sureness` is None without a target. `minutes` is the time of a whole run by rate.
@@ -131,11 +131,11 @@ def standings_of(
     commands: Commands,
     rows: Sequence[StudyRow],
     times: Mapping[str, Mapping[str, StepTime]],
-) -> list[Standing]:
+) -> list[EntryStanding]:
     """Return the entries that have rows, the first place first."""
     target = target_of(study, rows)
     entries = {run.group: run for run in study.runs}
-    found: list[Standing] = []
+    found: list[EntryStanding] = []
     for group in groups_of(rows, study.baselines):
         config, steps = commands.config(entries[group.name]), commands.steps(entries[group.name])
         minutes = {
@@ -147,7 +147,9 @@ def standings_of(
         sureness = target.sureness(losses) if target and losses else None
         reaches = sureness is not None and sureness >= SURE and len(losses) > 1
         reaches &= target is not None and target.is_fixed and not group.failed
-        found.append(Standing(group=group, sureness=sureness, reaches=reaches, minutes=minutes))
+        found.append(
+            EntryStanding(group=group, sureness=sureness, reaches=reaches, minutes=minutes)
+        )
     return sorted(found, key=lambda each: each.order)
 
 
@@ -168,7 +170,9 @@ def run_seconds(
 HEAD = ("entry", "seeds", "loss", "above", "sureness", "/ bytes", "memory")
 
 
-def as_markdown(standings: Sequence[Standing], target: Target | None, study: DeclaredStudy) -> str:
+def as_markdown(
+    standings: Sequence[EntryStanding], target: Target | None, study: DeclaredStudy
+) -> str:
     """Return the page below its head."""
     rates = sorted({rate for each in standings for rate in each.minutes}, key=_by_rate)
     scores = [score.name for score in study.scores]
@@ -180,7 +184,7 @@ def as_markdown(standings: Sequence[Standing], target: Target | None, study: Dec
 
 
 def _cells(
-    standing: Standing,
+    standing: EntryStanding,
     study: DeclaredStudy,
     payload: float,
     scores: Sequence[str],
