@@ -99,20 +99,20 @@ def _columns_gradients(
     return grad_inputs, grad_weight, grad_bias
 
 
+def _save(ctx: Any, inputs: Any, output: Any = None) -> None:
+    """Keep what the gradients need of the operands: inputs, weight, bias and the ranks."""
+    *saved, bias, ctx.tp = inputs
+    ctx.save_for_backward(*saved)
+    ctx.has_bias = bias is not None
+
+
 class _MultiplyByRows(torch.autograd.Function):
     """Product and sum in one function, so that the sum can overwrite its terms."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tp: TensorParallel,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.tp, ctx.has_bias = tp, bias is not None
-        return product_result(_by_rows, inputs, weight, bias, tp)
+    def forward(ctx: Any, *operands: Any) -> torch.Tensor:
+        _save(ctx, operands)
+        return product_result(_by_rows, *operands)
 
     @staticmethod
     @once_differentiable
@@ -127,16 +127,9 @@ class _MultiplyByColumns(torch.autograd.Function):
     """Product whose backward overlaps collectives with products."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tp: TensorParallel,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.tp, ctx.has_bias = tp, bias is not None
-        return product_result(_by_columns, inputs, weight, bias, tp)
+    def forward(ctx: Any, *operands: Any) -> torch.Tensor:
+        _save(ctx, operands)
+        return product_result(_by_columns, *operands)
 
     @staticmethod
     @once_differentiable
@@ -185,12 +178,6 @@ def _shape_by_columns(inputs, weight, bias, tp):
 
 def _gradient_shapes(grad, inputs, weight, tp):
     return inputs.new_empty(inputs.shape), weight.new_empty(weight.shape)
-
-
-def _save(ctx, inputs, output):
-    *saved, bias, ctx.tp = inputs
-    ctx.save_for_backward(*saved)
-    ctx.has_bias = bias is not None
 
 
 def _differentiable(forward, shape, backward):

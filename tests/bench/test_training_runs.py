@@ -13,7 +13,7 @@ from megatron.run_dir import CONFIG
 from megatron.status import Status, write_status
 from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.common.rows import append_row, read_rows
-from tools.bench.common.training_runs import Processes, is_finished
+from tools.bench.common.training_runs import ScriptProcesses, is_finished
 
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data "
@@ -49,7 +49,10 @@ def test_a_folder_of_other_settings_is_no_substitute(tmp_path: Path) -> None:
 
 
 def test_processes_tell_exit_codes_and_keep_what_was_said(tmp_path: Path) -> None:
-    processes, console = Processes(threads=1, script="pretrain_gpt.py"), tmp_path / "console.txt"
+    processes, console = (
+        ScriptProcesses(threads=1, script="pretrain_gpt.py"),
+        tmp_path / "console.txt",
+    )
     assert processes(["--no-such-flag"], console) == 2
     assert "no such flag" in console.read_text()
     processes.stop()

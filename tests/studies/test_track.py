@@ -58,9 +58,9 @@ def test_an_entry_reaches_the_target_by_the_sigma_of_the_baseline() -> None:
     target = target_of(read_study(TIER), rows())
     assert target is not None and target.seeds == 8
     assert target.loss == pytest.approx(4.055) and target.sigma == pytest.approx(0.005345, rel=1e-3)
-    assert Target(loss=4.0, sigma=0.02, seeds=8).sureness(
-        [3.98, 3.99, 3.98, 3.99]
-    ) == pytest.approx(1.5)
+    assert Target(loss=4.0, sigma=0.02, seeds=8).z_score([3.98, 3.99, 3.98, 3.99]) == pytest.approx(
+        1.5
+    )
     assert target_of(read_study(TIER), rows()[:1]) is None
 
 
@@ -83,7 +83,7 @@ def test_entries_that_reach_the_target_are_ranked_by_the_time_of_a_run() -> None
     found = board(rows(), fast)
     assert [each.group.name for each in found] == ["dense_int8", "dense_bf16", "powersgd_4"]
     assert [each.reaches for each in found] == [True, True, False]
-    assert all((each.sureness or 0.0) >= SURE for each in found[:2])
+    assert all((each.z_score or 0.0) >= SURE for each in found[:2])
     # PowerSGD begins after 64 of 1,920 steps, which are dense in fp32.
     assert found[2].minutes[RANKED_BY] == pytest.approx((64 * 5.0 + 1856 * 1.0) / 60)
     assert not board(rows(), times(powersgd_4=1.0))[2].minutes
@@ -94,7 +94,7 @@ def test_entries_that_reach_the_target_are_ranked_by_the_time_of_a_run() -> None
 )
 def test_too_few_seeds_reach_nothing(left_out: str) -> None:
     found = {each.group.name: each for each in board([r for r in rows() if r.name != left_out])}
-    assert not found["dense_int8"].reaches and (found["dense_int8"].sureness or 0.0) > 0
+    assert not found["dense_int8"].reaches and (found["dense_int8"].z_score or 0.0) > 0
 
 
 def test_an_entry_with_a_failed_seed_does_not_reach_the_target() -> None:
@@ -102,7 +102,7 @@ def test_an_entry_with_a_failed_seed_does_not_reach_the_target() -> None:
     found = {each.group.name: each for each in board([*rows(), failed])}
     assert not found["dense_int8"].reaches and found["dense_int8"].group.failed == 1
     found = board([*rows(), row("dense_int4", 1, None)])
-    assert found[-1].group.name == "dense_int4" and found[-1].sureness is None
+    assert found[-1].group.name == "dense_int4" and found[-1].z_score is None
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -25,6 +23,7 @@ from megatron.metrics.log_line import duration
 from megatron.status import read_status, replace_text
 from tools.studies.commands import Commands
 from tools.studies.declaration import DeclaredRun, DeclaredStudy, Score
+from tools.studies.processes import Processes
 from tools.studies.rows import StudyRow, read_rows, row_of, write_row
 
 REPO = Path(__file__).resolve().parents[2]
@@ -42,14 +41,12 @@ def is_array_task() -> bool:
     return "SLURM_ARRAY_TASK_ID" in os.environ
 
 
-class Launcher:
+class Launcher(Processes):
     """Starts runs with scripts/launch.sh, `jobs` processes at a time, and can end all of them."""
 
     def __init__(self, study: DeclaredStudy, *, jobs: int) -> None:
+        super().__init__()
         self._entry, self._jobs = study.entry, jobs
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.RLock()  # a second signal may come while one is handled
-        self.stopping = False
 
     def __call__(
         self, flags: Sequence[str], *, ranks: int, folder: Path, console: Path, lock: int
@@ -59,9 +56,14 @@ class Launcher:
         The run holds the file descriptor `lock`, so that one that outlives a killed study keeps
         others away from its folder.
         """
-        command = [str(LAUNCH), "--", *flags]
-        environment = self._environment(ranks, folder)
-        return self._ended(command, console=console, lock=lock, environment=environment)
+        with open(console, "ab") as stream:
+            return self.wait_for(
+                [str(LAUNCH), "--", *flags],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=self._environment(ranks, folder),
+                pass_fds=(lock,),
+            )
 
     def evaluate(self, score: Score, file: str, folder: Path, *, console: Path, lock: int) -> float:
         """Return a score of the model of a run, which is computed on `file`.
@@ -71,7 +73,8 @@ class Launcher:
         console.parent.mkdir(parents=True, exist_ok=True)
         out = console.with_suffix(f".{score.name}.json")
         command = [sys.executable, str(EVALUATE), str(folder), file, "--task", score.task, "--json"]
-        code = self._ended(command, console=console, lock=lock, output=out)
+        with open(console, "ab") as stream, open(out, "wb") as output:
+            code = self.wait_for(command, stdout=output, stderr=stream, pass_fds=(lock,))
         if code:
             raise ConfigError(f"scores.{score.name}: exit code {code}; see {console}")
         found = json.loads(out.read_text(encoding="utf-8"))
@@ -80,34 +83,6 @@ class Launcher:
             known = ", ".join(name for name in found if isinstance(found[name], int | float))
             raise ConfigError(f"scores.{score.name}.figure: {score.figure}; must be one of {known}")
         return value
-
-    def _ended(
-        self,
-        command: Sequence[str],
-        *,
-        console: Path,
-        lock: int,
-        environment: Mapping[str, str] | None = None,
-        output: Path | None = None,
-    ) -> int:
-        """Run a command that `stop` can end, and return its exit code."""
-        with open(console, "ab") as stream, open(output or os.devnull, "wb") as out:
-            with self._lock:
-                if self.stopping:
-                    return 130
-                process = subprocess.Popen(
-                    command,
-                    stdout=out if output else stream,
-                    stderr=stream,
-                    env=environment,
-                    pass_fds=(lock,),
-                    start_new_session=True,  # Ctrl-C reaches runs once, through `stop`
-                )
-                self._running.add(process)
-            code = process.wait()
-        with self._lock:
-            self._running.discard(process)
-        return code
 
     def _environment(self, ranks: int, folder: Path) -> dict[str, str]:
         """Return the variables of launch.sh for a run here, or in this job's allocation."""
@@ -124,13 +99,6 @@ class Launcher:
             "RANKS_PER_NODE": str(ranks),
             "RUN_DIR": str(folder),
         }
-
-    def stop(self) -> None:
-        """Ask every run to save and leave, and start no other."""
-        with self._lock:
-            self.stopping = True
-            for process in self._running:
-                process.send_signal(signal.SIGTERM)
 
 
 class Execution:

@@ -24,7 +24,7 @@ from tools.bench.combination.page import write
 from tools.bench.combination.settings import figures
 from tools.bench.combination.training import runs, train
 from tools.bench.common.rows import ROWS, read_rows
-from tools.bench.common.training_runs import Processes
+from tools.bench.common.training_runs import ScriptProcesses
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -55,7 +55,7 @@ def _main(options: argparse.Namespace) -> int:
     if not options.report:
         if options.data is None:
             raise ConfigError("--data: the folder of the images is missing; give it, or --report")
-        processes = Processes(threads=options.threads, script="pretrain_vision.py")
+        processes = ScriptProcesses(threads=options.threads, script="pretrain_vision.py")
         signal.signal(signal.SIGTERM, lambda *_: processes.stop())
         signal.signal(signal.SIGINT, lambda *_: processes.stop())
         failed = train(

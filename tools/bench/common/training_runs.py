@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from megatron.errors import ConfigError
 from megatron.run_dir import CONFIG
 from megatron.status import read_status
 from pretrain_gpt import GRADIENT_PATHS
+from tools.studies.processes import Processes
 
 REPO = Path(__file__).resolve().parents[3]
 ELSEWHERE = ("data", "checkpoint", "parallel", "logging", "run", "recompute")
@@ -23,39 +22,18 @@ Runner = Callable[[Sequence[str], Path], int]
 """Runs an entry script in one process, with output to a file; returns the exit code."""
 
 
-class Processes:
-    """A `Runner` that starts processes, `threads` threads in each, and can end them all."""
+class ScriptProcesses(Processes):
+    """A `Runner` that starts an entry script, with `threads` threads in each process."""
 
     def __init__(self, *, threads: int, script: str) -> None:
+        super().__init__()
         self._threads, self._script = threads, script
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.RLock()  # a second signal may come while one is handled
-        self.stopping = False
 
     def __call__(self, flags: Sequence[str], console: Path) -> int:
         command = ["env", f"OMP_NUM_THREADS={self._threads}", sys.executable]
+        command += [str(REPO / self._script), *flags]
         with open(console, "ab") as stream:
-            with self._lock:
-                if self.stopping:
-                    return 130
-                process = subprocess.Popen(
-                    [*command, str(REPO / self._script), *flags],
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches them once, from `stop`
-                )
-                self._running.add(process)
-            code = process.wait()
-        with self._lock:
-            self._running.discard(process)
-        return code
-
-    def stop(self) -> None:
-        """Make every running process save and leave, and start no other."""
-        with self._lock:
-            self.stopping = True
-            for process in self._running:
-                process.send_signal(signal.SIGTERM)
+            return self.wait_for(command, stdout=stream, stderr=subprocess.STDOUT)
 
 
 def is_finished(

@@ -54,7 +54,7 @@ class Target:
         """Whether all seeds are in; a preliminary target is not reached."""
         return self.seeds == SEEDS
 
-    def sureness(self, losses: Sequence[float]) -> float:
+    def z_score(self, losses: Sequence[float]) -> float:
         """Return (target - mean loss) sqrt(seeds) in units of sigma."""
         margin = self.loss - statistics.fmean(losses)
         return margin * math.sqrt(len(losses)) / self.sigma
@@ -64,11 +64,11 @@ class Target:
 class EntryStanding:
     """An entry on the leaderboard.
 
-    `sureness` is None without a target. `minutes` is the time of a whole run by rate.
+    `z_score` is None without a target. `minutes` is the time of a whole run by rate.
     """
 
     group: SeedGroup
-    sureness: float | None
+    z_score: float | None
     reaches: bool
     minutes: Mapping[str, float]
 
@@ -144,12 +144,10 @@ def standings_of(
             if (seconds := run_seconds(group.name, config, by_entry, steps)) is not None
         }
         losses = list(group.losses.values())
-        sureness = target.sureness(losses) if target and losses else None
-        reaches = sureness is not None and sureness >= SURE and len(losses) > 1
+        z_score = target.z_score(losses) if target and losses else None
+        reaches = z_score is not None and z_score >= SURE and len(losses) > 1
         reaches &= target is not None and target.is_fixed and not group.failed
-        found.append(
-            EntryStanding(group=group, sureness=sureness, reaches=reaches, minutes=minutes)
-        )
+        found.append(EntryStanding(group=group, z_score=z_score, reaches=reaches, minutes=minutes))
     return sorted(found, key=lambda each: each.order)
 
 
@@ -167,7 +165,7 @@ def run_seconds(
     return late + (before * times[dense].seconds if before else 0.0)
 
 
-HEAD = ("entry", "seeds", "loss", "above", "sureness", "/ bytes", "memory")
+HEAD = ("entry", "seeds", "loss", "above", "z", "/ bytes", "memory")
 
 
 def as_markdown(
@@ -195,8 +193,8 @@ def _cells(
     cells = [group.name, f"{len(group.losses)}{failed}"]
     cells += ["none" if group.loss is None else f"{group.loss:.4f}"]
     above = "" if group.gap is None or group.name == study.baseline else f"{group.gap:+.4f}"
-    sureness = "" if standing.sureness is None else f"{standing.sureness:.1f}"
-    cells += [above, f"**{sureness}**" if standing.reaches else sureness]
+    z_score = "" if standing.z_score is None else f"{standing.z_score:.1f}"
+    cells += [above, f"**{z_score}**" if standing.reaches else z_score]
     cells += [
         f"{group.payload / payload:.3f}" if payload else "",
         memory_size(group.peak_memory or 0.0),
@@ -212,7 +210,7 @@ def _note(target: Target | None, study: DeclaredStudy) -> list[str]:
         fixed = "fixed" if target.is_fixed else f"preliminary, {target.seeds} seeds"
         goal = f"Target: {target.loss:.4f} nats, sigma {target.sigma:.4f} ({fixed})."
     return textwrap.wrap(
-        f"{goal} Above: mean loss less that of {study.baseline} of the same seeds. Sureness: "
+        f"{goal} Above: mean loss less that of {study.baseline} of the same seeds. z: "
         f"(target - mean loss) sqrt(seeds) / sigma. An entry reaches the fixed target (bold) with "
         f"{SURE} or more and at least two seeds, none of them failed. / bytes: payload of a step "
         f"over that of {study.reference}, mean of the whole run. Minutes: of the steps of a whole "
