@@ -16,7 +16,7 @@ class Processes:
     """Runs commands, each to its end in the calling thread, and can ask all of them to leave."""
 
     def __init__(self) -> None:
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[subprocess.Popen[Any]] = set()
         self._lock = threading.RLock()  # a second signal may come while one is handled
         self.stopping = False
 
