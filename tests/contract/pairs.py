@@ -156,11 +156,12 @@ def table() -> tuple[Row, ...]:
 def in_turns(choices: Mapping[Values, Sequence[T]]) -> Iterator[T]:
     """Yield the choices of a law's own parameters for each row, which is given by its values.
 
-    They are a factor as well: rows of `lines` have all of them, the others one each, in turns, so
-    that every choice is tested beside many values of the four factors. The number of ranks is 0 for
-    a law that runs once for each case.
+    They are a factor as well: a path without other settings has all of them on two ranks, every
+    other row has one, in turns, so that each choice is tested beside many values of the four
+    factors. The number of ranks is 0 for a law that runs once for each case.
     """
-    complete = {values for row in lines() for values in (row.values, (*row.values[:3], 0))}
+    plain = [row.values for row in lines() if row.case.is_plain and row.world == 2]
+    complete = {values for first in plain for values in (first, (*first[:3], 0))}
     for number, (values, found) in enumerate(choices.items()):
         yield from found if values in complete else [found[number % len(found)]]
 
