@@ -17,13 +17,14 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_module(module: str, variable: str) -> str:
-    """Return the output of a module run with `variable` (NAME=VALUE) in its environment.
+def run_module(module: str, variable: str, *arguments: str) -> str:
+    """Return the output of a module run with `variable` (NAME=VALUE) in its environment and these
+    arguments.
 
     Asserts that the process succeeds.
     """
     done = subprocess.run(
-        ["env", variable, sys.executable, "-m", module],
+        ["env", variable, sys.executable, "-m", module, *arguments],
         cwd=REPO,
         capture_output=True,
         text=True,

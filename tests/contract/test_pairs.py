@@ -20,7 +20,7 @@ def test_a_covering_has_every_item_and_little_else() -> None:
     assert 7 in first and frozenset().union(*(rows[n] for n in first)) == frozenset().union(*rows)
     # The row of two items first, then the only one that has 3.
     assert covering([{1}, {1, 2}, {2}, {3}]) == {1, 3}
-    assert covering([{1}, {1}]) == {1}, "the last of those with equally many"
+    assert covering([{1}, {1}]) == {0}, "the first of those with equally many"
 
 
 def test_every_legal_pair_of_values_is_in_the_table() -> None:
