@@ -98,8 +98,15 @@ def damage(prefix: Path) -> None:
     tokens.tofile(path)
 
 
+def end_threads_of_earlier_tests() -> None:
+    """Wait for the threads of trainers that earlier tests on this rank left behind, in cycles."""
+    gc.collect()
+    threads_left()
+
+
 def train_into_error(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
     """Train until the data are found to be bad; return what is known then."""
+    end_threads_of_earlier_tests()
     trainer = make_trainer(groups, flags, run_dir)
     with pytest.raises(DataError) as error:
         trainer.train()
@@ -116,8 +123,7 @@ def train_into_error(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[s
 
 def train_and_watch(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
     """Train; return the first samples of the global batches that each thread read, in order."""
-    gc.collect()  # threads of trainers that earlier tests forgot end
-    threads_left()
+    end_threads_of_earlier_tests()
     trainer = make_trainer(groups, flags, run_dir)
     read, found = BatchReader.read, {"main": list[int](), "prefetch": list[int]()}
 
