@@ -8,9 +8,11 @@ belong to a purely data-parallel grid; `grid` returns the groups of other grids.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import io
 import multiprocessing
+import os
 import pickle
 import sys
 import tempfile
@@ -136,7 +138,22 @@ def grid_of(rank: int, size: int, tp: int, pp: int, inner: int = 1) -> ProcessGr
     from megatron.parallel.groups import ProcessGroups
 
     dims = ParallelDims.from_world(size, tp=tp, pp=pp, dp_inner=inner)
-    return ProcessGroups.build(dims, rank=rank)
+    groups = ProcessGroups.build(dims, rank=rank)
+    let_others_run_first()
+    return groups
+
+
+def let_others_run_first() -> None:
+    """Give gloo's event loops, a thread per group, the lowest priority.
+
+    While another thread holds the lock of a connection, its event loop polls without a pause. Where
+    ranks share cores, the loop would use up its time slice before the other thread can go on: a sum
+    of 1,000 numbers over four ranks on two cores took 8 ms, and takes 3 ms.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread may end at any time
+            if (task / "comm").read_text() == "gloo_tcp_loop\n":
+                os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
 
 
 def packed(value: object) -> bytes:
@@ -176,7 +193,6 @@ def _groups() -> list[Any]:
 def _drop_groups(groups: ProcessGroups) -> int:
     """Destroy the groups that tests made; return the number of threads left."""
     import gc
-    import os
 
     import torch.distributed as dist
 
@@ -194,7 +210,6 @@ def _drop_groups(groups: ProcessGroups) -> int:
 
 def serve(pipe: Connection, store: str, rank: int, world: int) -> None:
     """Join as a rank, then answer calls until the pipe closes."""
-    import os
     import warnings
 
     import torch
@@ -211,6 +226,7 @@ def serve(pipe: Connection, store: str, rank: int, world: int) -> None:
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=world, pp=1), rank=rank)
     _FIRST_GROUPS.extend(_groups())
     while True:
+        let_others_run_first()
         try:
             function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
