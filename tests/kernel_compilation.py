@@ -2,8 +2,8 @@
 
 The functions that launch kernels are called on the CPU. Each launch is recorded in place of being
 run, and its kernel is compiled down to machine code as a launch on a GPU would have it compiled:
-for the same types, constants and alignments. Successive launches of a kernel are compiled for one
-architecture after the other, with `--all` each for every one.
+for the same types, constants and alignments. The launches of a kernel take the architectures in
+turns; with `--all`, each launch is compiled for every architecture.
 """
 
 from __future__ import annotations

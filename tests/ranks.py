@@ -138,20 +138,18 @@ def grid_of(rank: int, size: int, tp: int, pp: int, inner: int = 1) -> ProcessGr
     from megatron.parallel.groups import ProcessGroups
 
     dims = ParallelDims.from_world(size, tp=tp, pp=pp, dp_inner=inner)
-    groups = ProcessGroups.build(dims, rank=rank)
-    let_others_run_first()
-    return groups
+    return ProcessGroups.build(dims, rank=rank)
 
 
-def let_others_run_first() -> None:
-    """Give gloo's event loops, a thread per group, the lowest priority.
+def lower_priority_of_event_loops() -> None:
+    """Give gloo's event loops, one thread for each group, the lowest priority.
 
-    While another thread holds the lock of a connection, its event loop polls without a pause. Where
-    ranks share cores, the loop would use up its time slice before the other thread can go on: a sum
-    of 1,000 numbers over four ranks on two cores took 8 ms, and takes 3 ms.
+    An event loop polls without a pause while another thread holds the lock of a connection. Where
+    ranks share cores, the loop would use up its time slice before that thread can go on.
     """
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread may end at any time
+        # A thread may end at any time.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if (task / "comm").read_text() == "gloo_tcp_loop\n":
                 os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
 
@@ -226,7 +224,7 @@ def serve(pipe: Connection, store: str, rank: int, world: int) -> None:
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=world, pp=1), rank=rank)
     _FIRST_GROUPS.extend(_groups())
     while True:
-        let_others_run_first()
+        lower_priority_of_event_loops()
         try:
             function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:

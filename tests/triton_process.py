@@ -18,8 +18,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def run_module(module: str, variable: str, *arguments: str) -> str:
-    """Return the output of a module run with `variable` (NAME=VALUE) in its environment and these
-    arguments.
+    """Run a module with `variable` (NAME=VALUE) in its environment, and return its output.
 
     Asserts that the process succeeds.
     """

@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Leave out most choices of a law's own parameters, but for plain paths on two ranks."""
+    """Leave out most choices of a law's own parameters, except for plain paths on two ranks."""
     if config.getoption("--all"):
         return
     laws: dict[str, dict[pairs.Values, list[pytest.Item]]] = {}

@@ -302,8 +302,8 @@ def test_the_peak_names_its_operator_and_the_course_has_all_phases(
 
 
 def test_a_model_that_does_not_fit_is_tracked() -> None:
-    # Sharded states keep the update of 6.6e9 parameters, which is counted chunk by chunk, short;
-    # so does fp32 the products, which without 16-bit units are widened block by block.
+    # Operators are tracked one by one. Sharded states keep the update of 6.6e9 parameters short,
+    # and fp32 the products, which a CPU without units for bf16 would compute in many blocks.
     flags = "--num-layers 2 --hidden-size 16384 --num-attention-heads 64 --seq-length 64"
     flags += " --use-distributed-optimizer"
     ledger = gpt(f"{STILL} {flags}", world=64, rank=5, columns=UNMEASURED)

@@ -235,9 +235,9 @@ def on_rank_weights(groups: ProcessGroups, steps: int) -> list[dict[str, torch.T
     return found
 
 
-@pytest.mark.parametrize(("world", "steps"), [(2, 1000), (4, 300)])
-def test_weights_stay_bit_equal_on_all_ranks(ranks: Ranks, world: int, steps: int) -> None:
-    first, *others = ranks.run(world, on_rank_weights, steps)
+@pytest.mark.parametrize("world", [2, 4])
+def test_weights_are_bit_equal_on_all_ranks_after_1000_steps(ranks: Ranks, world: int) -> None:
+    first, *others = ranks.run(world, on_rank_weights, 1000)
     assert len(others) == world - 1
     for name, last in first[-1].items():
         for other in others:
