@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
+from megatron.pipeline import mpi_transport
 from megatron.pipeline.mpi_transport import (
     DirectStaging,
     HostStaging,
     MessageBuffer,
+    MessageMover,
+    MPITransfer,
     PinnedStaging,
     staging_for,
 )
@@ -104,3 +110,31 @@ def test_a_receive_goes_back_to_the_device_when_it_came() -> None:
     assert taken is not came.buffer and taken.tolist() == [5, 5, 5]
     ((used, copied),) = streams.used
     assert used is taken and copied is streams.copies[0]
+
+
+def test_a_look_moves_several_segments_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI may move one segment in a call; with a pause after each, links would idle."""
+    left = [10, 10_000]
+
+    def call(requests: list[int]) -> list[int]:
+        for request in requests:
+            left[request] -= 1
+        return [place for place, request in enumerate(requests) if not left[request]]
+
+    played: Any = SimpleNamespace(Testsome=call)
+    monkeypatch.setattr(mpi_transport, "MPI", SimpleNamespace(Request=played, Exception=OSError))
+    mover = MessageMover(with_thread=False)
+    issues: list[Any] = [lambda: 0, lambda: 1]
+    transfers = [
+        MPITransfer(
+            line=number,
+            parcel=MessageBuffer(buffer=torch.ones(1)),
+            issue=issue,
+            is_receive=False,
+        )
+        for number, issue in enumerate(issues)
+    ]
+    for transfer in transfers:
+        mover.begin(transfer)
+    assert [transfer.is_done for transfer in transfers] == [True, False]
+    assert left[1] >= 10_000 - 100, "a look ends although a message is under way"

@@ -135,7 +135,7 @@ def _pipeline(
             limit=place.stages + contender.beyond,
             transport=transport,
             tp=groups.tp,
-            device=torch.device("cpu"),
+            marker=None,
             timers=timers,
             at=lambda phase: None,
         )
