@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from megatron.metrics import Metrics
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
     from megatron.parallel.groups import ProcessGroups
+    from megatron.pipeline.pass_marker import PassMarker
     from megatron.pipeline.runner import Pipeline
     from megatron.pipeline.stage import Stage
     from megatron.pipeline.transport import Transport
@@ -375,6 +376,7 @@ def build_trainer(
     Collective over the world.
     """
     from megatron.checkpoint.checkpointer import Checkpointer
+    from megatron.data.prefetch import reading_device
     from megatron.data_parallel.buffers import BufferSet
     from megatron.fault_tolerance.consistency import compare_data
     from megatron.optimizer.build import learning_rate, loss_scaler, weight_decay
@@ -385,7 +387,8 @@ def build_trainer(
     on_cuda = runtime.device.type == "cuda"
 
     opened = groups.world.raise_on_all_ranks(lambda: task.open(config))
-    readers = opened.readers(groups, runtime.device, log=metrics.log)
+    made_on = reading_device(runtime.device, stages=groups.pp.size)
+    readers = opened.readers(groups, made_on, log=metrics.log)
     compare_data(readers, groups.world)
     heartbeat = heartbeat or Heartbeat()
     timers = build_timers(config, on_cuda=on_cuda)
@@ -541,7 +544,7 @@ def build_pipeline(
             limit=config.parallel.pipeline_limit,
             transport=transport,
             tp=groups.tp,
-            device=runtime.device,
+            marker=_mark_passes(stage, runtime),
             timers=timers,
             at=at,
         )
@@ -555,6 +558,20 @@ def build_pipeline(
         at=at,
         driven=driven,
     )
+
+
+def _mark_passes(stage: Stage, runtime: Runtime) -> PassMarker | None:
+    """Let the models of a stage mark where the last layer of a pass begins, on a GPU."""
+    from megatron.model.chunk import ModelChunk
+    from megatron.pipeline.pass_marker import PassMarker
+
+    if runtime.device.type != "cuda":
+        return None
+    marker = PassMarker(runtime.device)
+    for chunk in stage.chunks:
+        if isinstance(chunk, ModelChunk):
+            chunk.before_last_layer = marker.mark
+    return marker
 
 
 def open_stage_transport(

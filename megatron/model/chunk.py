@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,8 @@ class ModelChunk(nn.Module):
     """
 
     _infos: list[ParamInfo]
+    before_last_layer: Callable[[], None] | None = None
+    """What a model that knows its layers calls before the last layer of a forward or backward."""
 
     def parameter_infos(self) -> list[ParamInfo]:
         """Return each logical parameter of the chunk once, in forward order."""

@@ -288,10 +288,20 @@ class GPT(ModelChunk):
                 if stream is not None:
                     stream.heads()
                 inner = stream if self._layers_seed else None
+                if index == len(self.layers) - 1 and self.before_last_layer is not None:
+                    self.before_last_layer()
                 hidden = self.layers[index](hidden, rotary, documents, None, inner)
+                if index == 0:
+                    self._mark_backward(hidden)
             return hidden
 
         return run
+
+    def _mark_backward(self, hidden: torch.Tensor) -> None:
+        """Let backward call `before_last_layer` where the first layer's output has a gradient."""
+        called = self.before_last_layer
+        if called is not None and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: called())
 
     def _stream(self, index: int) -> LayerStream | None:
         """Return the dropout stream of a layer of this stage; None if no dropout is drawn."""

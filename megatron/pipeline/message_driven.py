@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.parallel.groups import Group
+    from megatron.pipeline.pass_marker import PassMarker
     from megatron.pipeline.transport import ArrivalTransport
     from megatron.timers import Timers
 
@@ -89,7 +90,8 @@ class MessageDriven:
     """The driver of a rank in a message-driven pipeline.
 
     `limit` is the maximum number of microbatches in flight (None: number of stages). `tp` is the
-    group of ranks that share the stage. `at` is called with the phase in which the rank waits.
+    group of ranks that share the stage. `marker` tells how far the device is in the last pass (None
+    if passes are over when they return). `at` is called with the phase in which the rank waits.
     """
 
     def __init__(
@@ -99,13 +101,13 @@ class MessageDriven:
         limit: int | None,
         transport: ArrivalTransport,
         tp: Group,
-        device: torch.device,
+        marker: PassMarker | None,
         timers: Timers,
         at: Callable[[str], None],
     ) -> None:
         self.limit = place.stages if limit is None else limit
         self._place, self._transport, self._tp = place, transport, tp
-        self._device, self._timers, self._at = device, timers, at
+        self._marker, self._timers, self._at = marker, timers, at
 
     def begin(self, microbatches: int) -> BatchProgress:
         """Return the progress at the start of a batch."""
@@ -142,11 +144,8 @@ class MessageDriven:
         self._tp.broadcast(what, source=0, about="next pass")
 
     def _decide(self, progress: BatchProgress) -> Operation:
-        if self._device.type == "cuda":
-            import torch
-
-            # More messages may arrive until the device has finished the last pass.
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._marker is not None:
+            self._marker.wait()  # more messages may arrive until then
         operation = progress.choose(self._transport.arrived(wait=False))
         if operation is None:
             self._at("receive")

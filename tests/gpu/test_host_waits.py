@@ -12,6 +12,7 @@ import torch
 from megatron.checkpoint.store import Snapshots, whole
 from megatron.data_parallel.exchange import Waits
 from megatron.data_parallel.norm import sum_of_squares
+from megatron.pipeline.pass_marker import PassMarker
 from megatron.transfer import to_device
 from tests.gpu import sizes
 from tests.gpu.sizes import fitting
@@ -65,3 +66,17 @@ def test_squares_are_summed_to_fp32_rounding(device: torch.device) -> None:
         values = torch.randn(fitting(3_000_001, 30_001), device=device).to(dtype)
         exact = values.double().square().sum().item()
         assert math.isclose(sum_of_squares(values).item(), exact, rel_tol=2e-6), dtype
+
+
+def test_a_marked_pass_is_not_waited_for_to_its_end(device: torch.device) -> None:
+    marker = PassMarker(device)
+    for marks in (True, False):
+        values = torch.ones(100, device=device)
+        if marks:
+            marker.mark()
+        keep_busy(device)
+        values += 1
+        end = torch.cuda.Event()
+        end.record()
+        marker.wait()
+        assert end.query() is not marks, "without a mark, the host waits for all launched work"

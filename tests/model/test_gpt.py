@@ -257,6 +257,24 @@ def test_compiled_layers_are_recomputed_with_their_dropout(recompute: str) -> No
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("recompute", RECOMPUTATIONS)
+def test_the_last_layer_of_each_pass_is_announced(recompute: str) -> None:
+    model = small_model(recompute=RECOMPUTATIONS[recompute])
+    seen: list[str] = []
+    model.before_last_layer = lambda: seen.append("announced")
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: seen.append(str(number)))
+        last = layer.get_parameter("mlp.dense_4h_to_h.weight")  # the first whose gradient is made
+        last.register_hook(lambda gradient, number=number: seen.append(f"backward {number}"))
+    loss = model(random_tokens()).sum()
+    assert seen == ["0", "1", "announced", "2"]
+    seen.clear()
+    loss.backward()
+    called = len(seen) - 1 - seen[::-1].index("announced")
+    assert set(seen[:called]) >= {"backward 2", "backward 1"}, "layer 0 alone is left"
+    assert "backward 0" in seen[called:]
+
+
 def test_layers_share_what_is_compiled() -> None:
     """A graph for each layer would take the compiler's time for each, and torch stops at eight."""
     graphs: list[torch.fx.GraphModule] = []

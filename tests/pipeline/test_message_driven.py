@@ -40,7 +40,6 @@ from tests.pipeline.test_stage import MODEL, SCALE, gradients, microbatches, mod
 from tests.ranks import Ranks
 from tools.planner.timeline import driven, even, jitter, slow, timeline
 
-CPU = torch.device("cpu")
 DRAWN = {
     (2, 4, 2, 2, 0): """
         A B . . a a C b b D c c . d d
@@ -223,7 +222,7 @@ def lines(
                 limit=limit,
                 transport=transport,
                 tp=group,
-                device=CPU,
+                marker=None,
                 timers=timers,
                 at=at,
             )
@@ -306,7 +305,7 @@ def test_a_rank_that_waits_for_any_message_says_so() -> None:
         limit=None,
         transport=transport,
         tp=ALONE,
-        device=CPU,
+        marker=None,
         timers=timers,
         at=phases.append,
     )
@@ -316,6 +315,26 @@ def test_a_rank_that_waits_for_any_message_says_so() -> None:
     assert timers.elapsed()[WAIT] > 0.015
     assert [each.kind for each in passes] == [Kind.BACKWARD, Kind.BACKWARD]
     assert phases == ["receive"]
+
+
+def test_a_choice_waits_for_the_mark_before_it_looks_at_messages() -> None:
+    did = list[str]()
+    here = [Message(Kind.FORWARD, 1, 0)]
+    transport: Any = SimpleNamespace(arrived=lambda *, wait: did.append("look") or here)
+    marker: Any = SimpleNamespace(wait=lambda: did.append("mark"))
+    course = MessageDriven(
+        StagePosition(stage=1, stages=3),
+        limit=None,
+        transport=transport,
+        tp=ALONE,
+        marker=marker,
+        timers=Timers(0),
+        at=lambda phase: None,
+    )
+    passes = course.passes(course.begin(2))
+    assert next(passes) == Operation(Kind.FORWARD, 0) and not did, "nothing else can come next"
+    assert next(passes) == Operation(Kind.FORWARD, 1) and did == ["mark", "look"]
+    assert len(list(passes)) == 2 and did == ["mark", "look"]
 
 
 def on_two_lines(groups: ProcessGroups) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""Where in its stream a CUDA device must be before the host chooses the next pass.
+
+    device:  | layer 1 | layer 2 | layer 3 | layer 1 | ...
+    host:    launch the pass, wait ... <mark> choose, launch the next pass
+
+If the host waited for the end of a pass, the device would idle until the next one is chosen and
+launched. If the host did not wait at all, it would choose long before messages arrive.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class PassMarker:
+    """The point at which the last layer of a pass begins, on the current stream of a device.
+
+    `mark` may be called by the threads of autograd.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+
+    def mark(self) -> None:
+        """Mark the current end of the stream; of several marks the last one counts."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._event = event
+
+    def wait(self) -> None:
+        """Let the host wait until the device reaches the mark.
+
+        Since the last wait no pass may have set one, as by models that do not know their layers;
+        the host then waits for all launched work.
+        """
+        if self._event is None:
+            self.mark()
+        event, self._event = self._event, None
+        assert event is not None
+        event.synchronize()
