@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -34,10 +34,15 @@ class Documents:
         begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
         offsets = [*np.flatnonzero(begins).tolist(), begins.size]
         lengths = tuple(stop - start for start, stop in pairwise(offsets))
-        placed = None
+        return cls(lengths, max(lengths), None).to(device)
+
+    def to(self, device: torch.device) -> Documents:
+        """Return the same documents for attention on `device`."""
+        offsets = None
         if has_document_kernel(device):
-            placed = to_device(torch.tensor(offsets, dtype=torch.int32), device)
-        return cls(lengths, max(lengths), placed)
+            ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+            offsets = to_device(ends, device)
+        return replace(self, offsets=offsets)
 
 
 @cache

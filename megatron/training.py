@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data.batches import Batch, Reader, Readers
-from megatron.data.prefetch import Prefetcher
+from megatron.data.prefetch import Prefetcher, place, reading_device
 from megatron.data_parallel.buffers import BufferSet
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.reduce_scatter import sums_gradients
@@ -119,11 +119,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.total_iterations = self.config.total_iterations()
         train = self.readers.train
-        self._prefetcher = None if train is None else Prefetcher(train, self.device)
-        # A send occupies a GPU until its receive is posted. A thread that allocates memory in
-        # between, and waits for the GPU, could deadlock stages (megatron/pipeline/transport.py).
-        could_deadlock = self.device.type == "cuda" and self.groups.pp.size > 1
-        self._reads_ahead = self.config.training.prefetch_batches and not could_deadlock
+        self._made_on = reading_device(self.device, stages=self.groups.pp.size)
+        self._prefetcher = None if train is None else Prefetcher(train, self._made_on)
         self._is_local = self.engine.local_steps is not None
         self._replicas_skipped = 0
         self._began = time.monotonic()
@@ -421,11 +418,18 @@ class Trainer:
         assert self._prefetcher is not None, "a run that trains has data to train on"
         first = self.progress.consumed_samples
         # Batch step 1: read this rank's microbatches.
-        batches = self._prefetcher.read(first, batch_size)
+        batches = self._placed(self._prefetcher.read(first, batch_size))
         following = first + batch_size
-        if self._reads_ahead and self.progress.iteration < self.total_iterations:
+        ahead = self.config.training.prefetch_batches
+        if ahead and self.progress.iteration < self.total_iterations:
             self._prefetcher.prefetch(following, self.config.batch_size_at(following))
         return batches
+
+    def _placed(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return batches of a reader on the device of this rank."""
+        if self._made_on == self.device:
+            return batches
+        return [place(batch, self.device) for batch in batches]
 
     # ---- evaluation ----------------------------------------------------------------------------
 
@@ -446,7 +450,7 @@ class Trainer:
         with self.optimizer.shared_weights():
             for number in range(iterations):
                 self.heartbeat.at("evaluate")
-                batches = list(reader.read(number * batch_size, batch_size))
+                batches = self._placed(list(reader.read(number * batch_size, batch_size)))
                 counted += self._count(batches)
                 total += self.pipeline.forward(batches, iteration=self.progress.iteration)
                 request = self._agree_on(self._pending(), tag=number)

@@ -11,7 +11,7 @@ from typing import Protocol
 class Batch(Protocol):
     """A microbatch on the device, as the trainer sees it; a task's batches have further fields.
 
-    Tensors are attributes of the batch itself, where `Prefetcher` finds them.
+    It is a dataclass, and its tensors are fields, where `Prefetcher` and `place` find them.
     """
 
     @property

@@ -13,25 +13,54 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 
 from megatron.data.batches import Batch, Reader
+from megatron.documents import Documents
+from megatron.transfer import to_device
 
 _CLOSE_TIMEOUT_SECONDS = 1.0
 """Longest wait for the thread in `close`: a failing run must report even if reading hangs."""
 
 
+def reading_device(device: torch.device, *, stages: int) -> torch.device:
+    """Return the device for which readers make the batches of a rank that computes on `device`.
+
+    It is the CPU for a pipeline on GPUs: a send occupies a GPU until its receive is posted, and a
+    thread that allocates memory in between, and waits for the GPU, could deadlock the stages
+    (`megatron/pipeline/transport.py`). Batches are then placed at the start of a step.
+    """
+    return torch.device("cpu") if device.type == "cuda" and stages > 1 else device
+
+
+def place(batch: Batch, device: torch.device) -> Batch:
+    """Return a copy of a batch, which must be a dataclass, for `device`.
+
+    Copies from the host to a GPU are asynchronous, on the current stream.
+    """
+    assert is_dataclass(batch)
+    placed: dict[str, Any] = {}
+    for name in (field.name for field in fields(batch)):
+        value = getattr(batch, name)
+        if isinstance(value, torch.Tensor):
+            placed[name] = to_device(value, device)
+        elif isinstance(value, Documents):
+            placed[name] = value.to(device)
+    return replace(batch, **placed)
+
+
 class Prefetcher:
     """Global batches of a `Reader`, of which at most one is read ahead by a thread.
 
-    On a GPU the thread pins the microbatches and copies them on a stream of its own. Tensors of a
-    microbatch are attributes of the `Batch`. Call the methods from one thread.
+    If the batches are made for a GPU, the thread pins and copies them on a stream of its own.
+    Tensors of a microbatch are attributes of the `Batch`. Call the methods from one thread.
 
     Args:
         reader: The reader. Nothing else may use it while a batch is read ahead.
-        device: The device of the batches.
+        device: The device for which the reader makes batches (`reading_device`).
     """
 
     def __init__(self, reader: Reader, device: torch.device) -> None:

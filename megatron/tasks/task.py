@@ -66,6 +66,11 @@ class LoadedTask(Protocol):
     ) -> Readers:
         """Open the data sets of training, validation and test. Collective over the world.
 
+        Args:
+            groups: The groups of this rank.
+            device: Device of the batches: that of the model, or the CPU for a pipeline on GPUs.
+            log: Writes a line to the log of the run.
+
         Raises:
             DataError: Data are missing, damaged, too small or of another tokenizer.
         """

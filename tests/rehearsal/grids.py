@@ -27,7 +27,7 @@ SMALL = (
 
 def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> dict[str, Any]:
     """Train on both; returns the losses, every finding, the waits of the last step, the log of
-    NCCL's calls, communicators that were made in a step, and whether a thread reads batches ahead.
+    NCCL's calls, communicators that were made in a step, and where the thread makes batches.
     """
     here, played = device.install(), nccl.install()
     flags = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} {flags}"
@@ -42,7 +42,7 @@ def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> 
             losses.append(trainer.train_step()[0].loss)
             found.append(here.findings.take())
         calls += played.take()
-        ahead = trainer._reads_ahead
+        made_on = trainer._made_on.type
     del trainer
     gc.collect()
     here.memory.settle()
@@ -54,7 +54,7 @@ def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> 
         "wanted": wanted,
         "wrong": [str(one) for some in found for one in some if one.kind != "wait"],
         "waits": [source(one) for one in found[steps - 1] if one.kind == "wait"],
-        "ahead": ahead,
+        "made_on": made_on,
         "calls": calls,
         "late": sorted({call.communicator for call in calls} - connected),
     }
