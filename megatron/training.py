@@ -119,8 +119,9 @@ class Trainer:
     def __post_init__(self) -> None:
         self.total_iterations = self.config.total_iterations()
         train = self.readers.train
-        self._made_on = reading_device(self.device, stages=self.groups.pp.size)
-        self._prefetcher = None if train is None else Prefetcher(train, self._made_on)
+        made_on = reading_device(self.device, stages=self.groups.pp.size)
+        self._places_batches = made_on != self.device
+        self._prefetcher = None if train is None else Prefetcher(train, made_on)
         self._is_local = self.engine.local_steps is not None
         self._replicas_skipped = 0
         self._began = time.monotonic()
@@ -427,7 +428,7 @@ class Trainer:
 
     def _placed(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return batches of a reader on the device of this rank."""
-        if self._made_on == self.device:
+        if not self._places_batches:
             return batches
         return [place(batch, self.device) for batch in batches]
 

@@ -27,7 +27,7 @@ SMALL = (
 
 def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> dict[str, Any]:
     """Train on both; returns the losses, every finding, the waits of the last step, the log of
-    NCCL's calls, communicators that were made in a step, and where the thread makes batches.
+    NCCL's calls, communicators that were made in a step, and whether steps copy batches.
     """
     here, played = device.install(), nccl.install()
     flags = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} {flags}"
@@ -42,7 +42,7 @@ def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> 
             losses.append(trainer.train_step()[0].loss)
             found.append(here.findings.take())
         calls += played.take()
-        made_on = trainer._made_on.type
+        places = trainer._places_batches
     del trainer
     gc.collect()
     here.memory.settle()
@@ -54,7 +54,7 @@ def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> 
         "wanted": wanted,
         "wrong": [str(one) for some in found for one in some if one.kind != "wait"],
         "waits": [source(one) for one in found[steps - 1] if one.kind == "wait"],
-        "made_on": made_on,
+        "places": places,
         "calls": calls,
         "late": sorted({call.communicator for call in calls} - connected),
     }
