@@ -135,6 +135,11 @@ def test_a_run_may_have_a_baseline_of_its_own(tmp_path: Path) -> None:
             "scores: {b: {task: blim, file: f, figure: accuracy}}\nruns:",
             "scores.b.task: blim; did you mean blimp?",
         ),
+        (
+            "runs:",
+            "scores: {b: {task: bits-per-byte, file: f, figure: bits}}\nruns:",
+            "scores.b.figure: bits; must be one of bits_per_byte, nats_per_token",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_by_key(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -18,6 +18,7 @@ from megatron.errors import DataError
 from megatron.model.likelihood import Likelihood
 from tests.tools.zero_shot_lines import LINES, make_place
 from tools import zero_shot
+from tools.evaluate import TASKS
 from tools.evaluation.example import Ending, Example
 from tools.evaluation.figures import (
     accuracy_and_f1,
@@ -31,6 +32,12 @@ from tools.run_model import find_model
 
 SCRIPT = Path(zero_shot.__file__).parent.parent / "scripts" / "zero_shot.sh"
 SAT = "The cat sat."
+OTHER_LINES = {
+    "lambada": {"text": "the cat sat"},
+    "multiple-choice": {"context": "a", "choices": ["b", "c"], "answer": 0},
+    "blimp": {"good": "a b", "bad": "b a", "paradigm": "order", "phenomenon": "order"},
+}
+"""A line of each task that is not of the paper's tables."""
 PROMPTS = {
     "lambada_openai": ("the cat sat on the mat and the dog sat on\nthe", [" log"]),
     "lambada_standard": ("the cat did n't sit on the", [" log"]),
@@ -194,6 +201,15 @@ def test_an_entity_has_the_credit_of_its_best_answer() -> None:
     found = credits([example], scores)
     assert list(found) == ["f1", "exact_match"]
     assert [estimate.value for estimate in found.values()] == [0, 0]  # the dog, not the cat
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_figures_have_the_names_that_a_study_may_ask_for(name: str) -> None:
+    task = TASKS[name]
+    lines = LINES[name] if name in ZERO_SHOT else [OTHER_LINES[name]]
+    examples = [task.read(line, "") for line in lines]
+    scores = [[Likelihood(log=-1.0, greedy=False) for _ in example.endings] for example in examples]
+    assert tuple(task.figures(examples, scores)) == task.figure_names
 
 
 # ---- the command -------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron.model.likelihood import Continuation
     from tools.evaluation.scoring import Scorer
 
+FIGURE_NAMES = ("bits_per_byte", "nats_per_token")
 WINDOWS_AT_ONCE = 1024
 """Windows whose tokens are in memory at a time, sorted by length for the batches of the model."""
 

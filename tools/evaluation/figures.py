@@ -98,6 +98,18 @@ def accuracy_and_macro_f1(examples: Sequence[Example], scores: Scores) -> Figure
     return {**accuracy(examples, scores), "f1": f1(counts(examples, scores), _macro)}
 
 
+NAMES: Mapping[Callable[[Sequence[Example], Scores], Figures], tuple[str, ...]] = {
+    of_words: ("accuracy", "perplexity"),
+    accuracy: ("accuracy",),
+    both_accuracies: ("accuracy", "length_normalised_accuracy"),
+    preferences: ("accuracy",),
+    credits: ("f1", "exact_match"),
+    accuracy_and_f1: ("accuracy", "f1"),
+    accuracy_and_macro_f1: ("accuracy", "f1"),
+}
+"""The names of the figures that each function returns."""
+
+
 def choices(scores: Scores) -> list[int]:
     """Return the index of the likeliest ending of each example, the first of equals."""
     return [max(range(len(found)), key=lambda i: found[i].log) for found in scores]

@@ -31,6 +31,7 @@ import yaml
 from megatron.config.fields import nearest
 from megatron.errors import ConfigError
 from tools.evaluate import BITS_PER_BYTE, TASKS
+from tools.evaluation.bits_per_byte import FIGURE_NAMES
 
 Scalar = str | int | float | bool
 FlagValue = Scalar | list[Scalar]
@@ -52,8 +53,9 @@ TOP = (
 RUN = ("flags", "grid", "fork", "ranks", "seeds", "tokens", "baseline")
 FORK = ("run", "step")
 SCORE = ("task", "file", "figure")
-EVALUATED = (*TASKS, BITS_PER_BYTE)
-"""Tasks of tools/evaluate.py."""
+EVALUATED = {name: task.figure_names for name, task in TASKS.items()}
+EVALUATED[BITS_PER_BYTE] = FIGURE_NAMES
+"""Tasks of tools/evaluate.py, and the names of their figures."""
 RESERVED = ("seed", "run-dir", "load", "save", "ckpt-step", "exit-interval", "help", "help-compat")
 """Flags that the study sets for each run."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -343,6 +345,9 @@ def _scores(content: Mapping[str, Any]) -> Iterator[Score]:
         score = Score(str(name), *(_text(f"{where}.{key}", given[key]) for key in SCORE))
         if score.task not in EVALUATED:
             raise ConfigError(f"{where}.task: {score.task}{nearest(score.task, EVALUATED)}")
+        names = EVALUATED[score.task]
+        if score.figure not in names:
+            raise ConfigError(f"{where}.figure: {score.figure}; must be one of {', '.join(names)}")
         yield score
 
 
