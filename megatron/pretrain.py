@@ -376,7 +376,7 @@ def build_trainer(
     Collective over the world.
     """
     from megatron.checkpoint.checkpointer import Checkpointer
-    from megatron.data.prefetch import reading_device
+    from megatron.data.prefetch import choose_reading_device
     from megatron.data_parallel.buffers import BufferSet
     from megatron.fault_tolerance.consistency import compare_data
     from megatron.optimizer.build import learning_rate, loss_scaler, weight_decay
@@ -387,8 +387,8 @@ def build_trainer(
     on_cuda = runtime.device.type == "cuda"
 
     opened = groups.world.raise_on_all_ranks(lambda: task.open(config))
-    made_on = reading_device(runtime.device, stages=groups.pp.size)
-    readers = opened.readers(groups, made_on, log=metrics.log)
+    reading_device = choose_reading_device(runtime.device, stages=groups.pp.size)
+    readers = opened.readers(groups, reading_device, log=metrics.log)
     compare_data(readers, groups.world)
     heartbeat = heartbeat or Heartbeat()
     timers = build_timers(config, on_cuda=on_cuda)
@@ -434,6 +434,7 @@ def build_trainer(
         weight_decay=weight_decay(config),
         scaler=scaler,
         readers=readers,
+        reading_device=reading_device,
         measures=task.measures,
         metrics=metrics,
         timers=timers,
@@ -544,7 +545,7 @@ def build_pipeline(
             limit=config.parallel.pipeline_limit,
             transport=transport,
             tp=groups.tp,
-            marker=_mark_passes(stage, runtime),
+            marker=_connect_marker(stage, runtime),
             timers=timers,
             at=at,
         )
@@ -560,8 +561,8 @@ def build_pipeline(
     )
 
 
-def _mark_passes(stage: Stage, runtime: Runtime) -> PassMarker | None:
-    """Let the models of a stage mark where the last layer of a pass begins, on a GPU."""
+def _connect_marker(stage: Stage, runtime: Runtime) -> PassMarker | None:
+    """Return the marker that the models of a stage set; None on a CPU."""
     from megatron.model.chunk import ModelChunk
     from megatron.pipeline.pass_marker import PassMarker
 

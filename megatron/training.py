@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data.batches import Batch, Reader, Readers
-from megatron.data.prefetch import Prefetcher, place, reading_device
+from megatron.data.prefetch import Prefetcher, copy_to
 from megatron.data_parallel.buffers import BufferSet
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.reduce_scatter import sums_gradients
@@ -88,7 +88,8 @@ class Trainer:
     """The training loop with everything that it needs, built by `megatron.pretrain`.
 
     `measures` names the unit that batches count and the sums of the last chunk. `buffers` are the
-    model's tensors that training updates without gradients. `workload` has the sizes for the
+    model's tensors that training updates without gradients. `readers` make batches on
+    `reading_device`, the device itself or the CPU. `workload` has the sizes for the
     throughput at the end. `heartbeat` publishes this rank's phase, `requests` has the requests to
     save or to leave, and `peer_failure` returns the failure that another rank reported, or None.
     """
@@ -104,6 +105,7 @@ class Trainer:
     weight_decay: WeightDecay
     scaler: LossScaler
     readers: Readers
+    reading_device: torch.device
     measures: Measures
     metrics: Metrics | NullMetrics
     timers: Timers
@@ -119,9 +121,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.total_iterations = self.config.total_iterations()
         train = self.readers.train
-        made_on = reading_device(self.device, stages=self.groups.pp.size)
-        self._places_batches = made_on != self.device
-        self._prefetcher = None if train is None else Prefetcher(train, made_on)
+        self._prefetcher = None if train is None else Prefetcher(train, self.reading_device)
         self._is_local = self.engine.local_steps is not None
         self._replicas_skipped = 0
         self._began = time.monotonic()
@@ -419,18 +419,18 @@ class Trainer:
         assert self._prefetcher is not None, "a run that trains has data to train on"
         first = self.progress.consumed_samples
         # Batch step 1: read this rank's microbatches.
-        batches = self._placed(self._prefetcher.read(first, batch_size))
+        batches = self._on_device(self._prefetcher.read(first, batch_size))
         following = first + batch_size
         ahead = self.config.training.prefetch_batches
         if ahead and self.progress.iteration < self.total_iterations:
             self._prefetcher.prefetch(following, self.config.batch_size_at(following))
         return batches
 
-    def _placed(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+    def _on_device(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return batches of a reader on the device of this rank."""
-        if not self._places_batches:
+        if self.reading_device.type == self.device.type:
             return batches
-        return [place(batch, self.device) for batch in batches]
+        return [copy_to(batch, self.device) for batch in batches]
 
     # ---- evaluation ----------------------------------------------------------------------------
 
@@ -451,7 +451,7 @@ class Trainer:
         with self.optimizer.shared_weights():
             for number in range(iterations):
                 self.heartbeat.at("evaluate")
-                batches = self._placed(list(reader.read(number * batch_size, batch_size)))
+                batches = self._on_device(list(reader.read(number * batch_size, batch_size)))
                 counted += self._count(batches)
                 total += self.pipeline.forward(batches, iteration=self.progress.iteration)
                 request = self._agree_on(self._pending(), tag=number)

@@ -9,9 +9,9 @@ from typing import Protocol
 
 
 class Batch(Protocol):
-    """A microbatch on the device, as the trainer sees it; a task's batches have further fields.
+    """A microbatch, as the trainer sees it; a task's batches have further fields.
 
-    It is a dataclass, and its tensors are fields, where `Prefetcher` and `place` find them.
+    It is a dataclass, and its tensors are fields, where `Prefetcher` and `copy_to` find them.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Microbatches of tokens as tensors on the rank's device."""
+"""Microbatches of tokens as tensors on a device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron.transfer import to_device
 class DeviceMicrobatch:
     """A `Microbatch` on a device, with the same fields, [b, s] each, and its documents.
 
-    Documents are placed here, with all else: during a pipeline schedule, a copy from pinned memory
-    can wait for the device, and stages that wait for each other never end.
+    Documents are copied with all else, before a step: during a pipeline schedule, a copy from
+    pinned memory can wait for the device, and stages that wait for each other never end.
     """
 
     tokens: torch.Tensor

@@ -3,6 +3,8 @@
     main thread    read 1 | compute 1     | compute 2     | compute 3
     prefetch              | read 2, copy  | read 3, copy  |
 
+For a pipeline on GPUs the thread reads, and the main thread copies at the start of a step.
+
 A batch follows from its place in the data set alone, so that reading ahead changes no bit of it.
 The trainer names the place in each call, and a batch that it never asks for is dropped: the number
 of consumed samples, and with it a checkpoint, counts only what was trained on.
@@ -26,41 +28,44 @@ _CLOSE_TIMEOUT_SECONDS = 1.0
 """Longest wait for the thread in `close`: a failing run must report even if reading hangs."""
 
 
-def reading_device(device: torch.device, *, stages: int) -> torch.device:
+def choose_reading_device(device: torch.device, *, stages: int) -> torch.device:
     """Return the device for which readers make the batches of a rank that computes on `device`.
 
     It is the CPU for a pipeline on GPUs: a send occupies a GPU until its receive is posted, and a
     thread that allocates memory in between, and waits for the GPU, could deadlock the stages
-    (`megatron/pipeline/transport.py`). Batches are then placed at the start of a step.
+    (`megatron/pipeline/transport.py`). The trainer then copies batches at the start of a step.
     """
     return torch.device("cpu") if device.type == "cuda" and stages > 1 else device
 
 
-def place(batch: Batch, device: torch.device) -> Batch:
-    """Return a copy of a batch, which must be a dataclass, for `device`.
+def copy_to(batch: Batch, device: torch.device) -> Batch:
+    """Return a copy of a batch for `device`, on the current stream; from the host, asynchronously.
 
-    Copies from the host to a GPU are asynchronous, on the current stream.
+    Tensors are fields of the batch, or of dataclasses in it.
     """
-    assert is_dataclass(batch)
-    placed: dict[str, Any] = {}
-    for name in (field.name for field in fields(batch)):
-        value = getattr(batch, name)
-        if isinstance(value, torch.Tensor):
-            placed[name] = to_device(value, device)
-        elif isinstance(value, Documents):
-            placed[name] = value.to(device)
-    return replace(batch, **placed)
+    return _copied(batch, device)
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return to_device(value, device)
+    if isinstance(value, Documents):
+        return value.to(device)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    parts = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+    return replace(value, **{name: _copied(part, device) for name, part in parts.items()})
 
 
 class Prefetcher:
     """Global batches of a `Reader`, of which at most one is read ahead by a thread.
 
     If the batches are made for a GPU, the thread pins and copies them on a stream of its own.
-    Tensors of a microbatch are attributes of the `Batch`. Call the methods from one thread.
+    Call the methods from one thread.
 
     Args:
         reader: The reader. Nothing else may use it while a batch is read ahead.
-        device: The device for which the reader makes batches (`reading_device`).
+        device: The device for which the reader makes batches (`choose_reading_device`).
     """
 
     def __init__(self, reader: Reader, device: torch.device) -> None:

@@ -23,7 +23,11 @@ class ModelChunk(nn.Module):
 
     _infos: list[ParamInfo]
     before_last_layer: Callable[[], None] | None = None
-    """What a model that knows its layers calls before the last layer of a forward or backward."""
+    """Called by models that know their layers where one layer of a pass is left; set by training.
+
+    In a forward pass that is before the last layer, in a backward pass once the output of the first
+    layer has a gradient, on a thread of autograd. A model calls it in both passes or in neither.
+    """
 
     def parameter_infos(self) -> list[ParamInfo]:
         """Return each logical parameter of the chunk once, in forward order."""

@@ -193,14 +193,14 @@ def staging_for(device: torch.device, *, mpi_has_cuda: bool) -> Staging:
     return DirectStaging(streams, device) if mpi_has_cuda else PinnedStaging(streams)
 
 
-_CLOSING_SECONDS = 0.5
 _ABANDONED: list[MPITransfer] = []
-"""Sends that a failure left unfinished: MPI may read their memory until the process ends."""
-_POLLS = 16
-"""Calls of MPI in a row, after which a thread pauses for up to `LONGEST_PAUSE`.
+"""Transfers that a failure left unfinished: MPI may use their memory until the process ends."""
+CALLS = 16
+"""Calls of MPI in a row before a thread pauses, for `LONGEST_PAUSE` at most.
 
-A call may move one segment of a message: over TCP, UCX receives 64 KB, so that one call per
-millisecond would limit a link to 0.5 Gbit/s. Calls that find nothing take about a microsecond.
+A call may move one segment of a message: over TCP, UCX receives 64 KB in a call, so that 16 calls
+per millisecond receive up to 8 Gbit/s, and one call 0.5. A call that finds nothing takes about a
+microsecond.
 """
 
 
@@ -214,7 +214,6 @@ class MPITransfer:
     line: Hashable
     parcel: MessageBuffer
     issue: Callable[[], MPI.Request]
-    is_receive: bool
     place: int | None = None
 
     @property
@@ -237,12 +236,13 @@ class _State:
     issued: list[MPITransfer] = field(default_factory=list)
     requests: list[MPI.Request] = field(default_factory=list)
     ended: int = 0
+    calls: int = CALLS
     error: Exception | None = None
     is_watched: bool = False
     is_closing: bool = False
 
-    def sweep(self) -> None:
-        """Issue ready transfers and poll issued ones, `_POLLS` times. The caller holds the lock.
+    def sweep(self, *, calls: int) -> None:
+        """Issue ready transfers, then poll issued ones up to `calls` times, under the lock.
 
         Raises `PeerError` if MPI reports an error; every later call raises the same error.
         """
@@ -250,7 +250,7 @@ class _State:
             raise self.error
         try:
             self._issue()
-            for _ in range(_POLLS):
+            for _ in range(calls):
                 if not self.requests:
                     break
                 self._see(MPI.Request.Testsome(self.requests) or [])
@@ -297,6 +297,10 @@ class MessageMover:
             self._thread.start()
             weakref.finalize(self, _end, self._state, self._thread)
 
+    def call_in_a_row(self, calls: int) -> None:
+        """Let the thread and waits call MPI `calls` times before a pause, and not `CALLS` times."""
+        self._state.calls = calls
+
     @property
     def outstanding(self) -> int:
         """Number of transfers that are not done."""
@@ -307,13 +311,14 @@ class MessageMover:
         state = self._state
         with state.lock:
             state.unready.append(transfer)
-            state.sweep()
+            state.sweep(calls=1)
         state.some.set()
 
     def look(self) -> None:
         """Poll all transfers. Raises `PeerError` if MPI reports an error."""
-        with self._state.lock:
-            self._state.sweep()
+        state = self._state
+        with state.lock:
+            state.sweep(calls=state.calls)
 
     def wait(self, done: Callable[[], bool], *, seconds: float) -> bool:
         """Poll until `done()`, and return whether it became true within `seconds`.
@@ -334,22 +339,16 @@ class MessageMover:
             self._state.is_watched = False
 
     def close(self) -> None:
-        """Stop the thread and cancel unfinished receives; transfers are unfinished after a failure.
+        """Stop the thread. Only a failure leaves transfers unfinished, which are not cancelled.
 
-        MPI 4.0 deprecates that sends are cancelled, and MPICH over UCX crashes on it.
+        MPI 4.0 deprecates cancelling a send, MPICH over UCX crashes on it, and a receive whose
+        sender has begun cannot be cancelled.
         """
         state = self._state
         if self._thread is not None:
             _end(state, self._thread)
+        _ABANDONED.extend(state.issued)
         state.unready.clear()
-        receives: list[MPI.Request] = []
-        for transfer, request in zip(state.issued, state.requests, strict=True):
-            if transfer.is_receive:
-                request.Cancel()
-                receives.append(request)
-            else:
-                _ABANDONED.append(transfer)
-        poll(lambda: MPI.Request.Testall(receives), seconds=_CLOSING_SECONDS)
         state.requests.clear()
         state.issued.clear()
 
@@ -377,7 +376,7 @@ def _keep_moving(state: _State, prepare: Callable[[], None]) -> None:
                     return
                 continue
             try:
-                state.sweep()
+                state.sweep(calls=state.calls)
             except Exception:
                 return  # the next `sweep` raises the saved error
 
@@ -491,7 +490,6 @@ class MPITransport:
             line=(way, message.kind),
             parcel=parcel,
             issue=partial(issue, [address, MPI.BYTE], peer, tag),
-            is_receive=way == "receive",
         )
         self._progress.begin(transfer)
         return transfer

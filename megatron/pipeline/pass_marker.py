@@ -1,7 +1,8 @@
 """Where in its stream a CUDA device must be before the host chooses the next pass.
 
-    device:  | layer 1 | layer 2 | layer 3 | layer 1 | ...
-    host:    launch the pass, wait ... <mark> choose, launch the next pass
+    device:  | layer 1 | layer 2 | layer 3             | layer 1 | ...
+    host:    launch, wait        | choose, launch, wait          | ...
+                                 '-- the mark
 
 If the host waited for the end of a pass, the device would idle until the next one is chosen and
 launched. If the host did not wait at all, it would choose long before messages arrive.
@@ -31,8 +32,8 @@ class PassMarker:
     def wait(self) -> None:
         """Let the host wait until the device reaches the mark.
 
-        Since the last wait no pass may have set one, as by models that do not know their layers;
-        the host then waits for all launched work.
+        If no pass has set a mark since the last wait, because its model does not announce its last
+        layer, the host waits for all launched work.
         """
         if self._event is None:
             self.mark()

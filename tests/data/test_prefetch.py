@@ -18,7 +18,7 @@ from megatron.data.batches import Reader
 from megatron.data.build import MockDataset
 from megatron.data.data_loader import BatchReader
 from megatron.data.pair_dataset import Packs, PairDataset, PairVocabulary
-from megatron.data.prefetch import Prefetcher
+from megatron.data.prefetch import Prefetcher, copy_to
 from megatron.data.sampler import CollateOptions, MicrobatchSampler
 from megatron.errors import DataError
 from tests.data import test_image_reader, test_pair_dataset
@@ -74,6 +74,7 @@ def test_the_batches_are_those_of_the_reader(reader: Callable[[], Reader]) -> No
         if following is not None:
             prefetcher.prefetch(*following)
         assert values(batches) == values(alone.read(*place)) != []
+        assert values(copy_to(batch, CPU) for batch in batches) == values(batches)
     prefetcher.close()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.data.build import MockDataset
 from megatron.data.data_loader import BatchReader
-from megatron.data.prefetch import Prefetcher, place
+from megatron.data.prefetch import Prefetcher, copy_to
 from megatron.data.sampler import CollateOptions, MicrobatchSampler
 from tests.data.counting import Counting, CountingBatch
 from tests.gpu.sizes import fitting
@@ -33,7 +33,7 @@ def test_batches_read_ahead_are_whole(device: torch.device) -> None:
     assert [int(each) for each in found] == [n for n in range(steps * size) for _ in range(2)]
 
 
-def test_batches_placed_later_are_those_made_for_the_device(device: torch.device) -> None:
+def test_batches_copied_later_are_those_made_for_the_device(device: torch.device) -> None:
     """A pipeline's thread makes batches for the CPU, with masks, positions and documents."""
 
     def reader(on: torch.device) -> BatchReader:
@@ -48,7 +48,7 @@ def test_batches_placed_later_are_those_made_for_the_device(device: torch.device
 
     made, wanted = (list(reader(on).read(0, 4)) for on in (torch.device("cpu"), device))
     for host, there in zip(made, wanted, strict=True):
-        batch = place(host, device)
+        batch = copy_to(host, device)
         for name in (field.name for field in fields(there)):
             mine, its = getattr(batch, name), getattr(there, name)
             if name == "documents":

@@ -256,7 +256,6 @@ def test_compiled_layers_are_recomputed_with_their_dropout(recompute: str) -> No
         assert (grad - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("recompute", RECOMPUTATIONS)
 def test_the_last_layer_of_each_pass_is_announced(recompute: str) -> None:
     model = small_model(recompute=RECOMPUTATIONS[recompute])
@@ -275,6 +274,7 @@ def test_the_last_layer_of_each_pass_is_announced(recompute: str) -> None:
     assert "backward 0" in seen[called:]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_layers_share_what_is_compiled() -> None:
     """A graph for each layer would take the compiler's time for each, and torch stops at eight."""
     graphs: list[torch.fx.GraphModule] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -112,29 +114,50 @@ def test_a_receive_goes_back_to_the_device_when_it_came() -> None:
     assert used is taken and copied is streams.copies[0]
 
 
+class PlayedRequests:
+    """MPI's calls on requests, each of which is done after a number of calls; none is cancelled."""
+
+    def __init__(self, *calls: int) -> None:
+        self.left = list(calls)
+
+    def Testsome(self, requests: list[int]) -> list[int]:
+        for request in requests:
+            self.left[request] -= 1
+        return [place for place, request in enumerate(requests) if not self.left[request]]
+
+    def begin(self, monkeypatch: pytest.MonkeyPatch) -> tuple[MessageMover, list[MPITransfer]]:
+        played = SimpleNamespace(Request=self, Exception=OSError)
+        monkeypatch.setattr(mpi_transport, "MPI", played)
+        mover, numbers = MessageMover(with_thread=False), range(len(self.left))
+        issues: list[Any] = [lambda number=number: number for number in numbers]
+        transfers = [
+            MPITransfer(line=n, parcel=MessageBuffer(buffer=torch.ones(1)), issue=issues[n])
+            for n in numbers
+        ]
+        for transfer in transfers:
+            mover.begin(transfer)
+        return mover, transfers
+
+
 def test_a_look_moves_several_segments_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI may move one segment in a call; with a pause after each, links would idle."""
-    left = [10, 10_000]
-
-    def call(requests: list[int]) -> list[int]:
-        for request in requests:
-            left[request] -= 1
-        return [place for place, request in enumerate(requests) if not left[request]]
-
-    played: Any = SimpleNamespace(Testsome=call)
-    monkeypatch.setattr(mpi_transport, "MPI", SimpleNamespace(Request=played, Exception=OSError))
-    mover = MessageMover(with_thread=False)
-    issues: list[Any] = [lambda: 0, lambda: 1]
-    transfers = [
-        MPITransfer(
-            line=number,
-            parcel=MessageBuffer(buffer=torch.ones(1)),
-            issue=issue,
-            is_receive=False,
-        )
-        for number, issue in enumerate(issues)
-    ]
-    for transfer in transfers:
-        mover.begin(transfer)
+    requests = PlayedRequests(10, 10_000)
+    mover, transfers = requests.begin(monkeypatch)
+    assert not any(transfer.is_done for transfer in transfers), "to begin takes no time"
+    mover.look()
     assert [transfer.is_done for transfer in transfers] == [True, False]
-    assert left[1] >= 10_000 - 100, "a look ends although a message is under way"
+    assert requests.left[1] == 10_000 - 1 - mpi_transport.CALLS
+    mover.call_in_a_row(3)
+    mover.look()
+    assert requests.left[1] == 10_000 - 4 - mpi_transport.CALLS
+
+
+def test_memory_of_what_a_failure_left_unfinished_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is cancelled, so that MPI may still read or write it."""
+    mover, transfers = PlayedRequests(1, 10_000).begin(monkeypatch)
+    done, unfinished = (weakref.ref(transfer.parcel.buffer) for transfer in transfers)
+    mover.close()
+    assert mover.outstanding == 0
+    del mover, transfers
+    gc.collect()
+    assert done() is None and unfinished() is not None

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron.data.data_loader import DeviceMicrobatch
+from megatron.model.gpt import GPT
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import Trainer
 from tests.ranks import grid
@@ -27,7 +29,8 @@ SMALL = (
 
 def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> dict[str, Any]:
     """Train on both; returns the losses, every finding, the waits of the last step, the log of
-    NCCL's calls, communicators that were made in a step, and whether steps copy batches.
+    NCCL's calls, communicators that were made in a step, where the thread makes batches, and
+    whether models mark their passes for a message-driven stage.
     """
     here, played = device.install(), nccl.install()
     flags = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} {flags}"
@@ -42,7 +45,7 @@ def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> 
             losses.append(trainer.train_step()[0].loss)
             found.append(here.findings.take())
         calls += played.take()
-        places = trainer._places_batches
+        made_on, marks = device_of_next_batch(trainer), marks_passes(trainer)
     del trainer
     gc.collect()
     here.memory.settle()
@@ -54,10 +57,29 @@ def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> 
         "wanted": wanted,
         "wrong": [str(one) for some in found for one in some if one.kind != "wait"],
         "waits": [source(one) for one in found[steps - 1] if one.kind == "wait"],
-        "places": places,
+        "made_on": made_on,
+        "marks": marks,
         "calls": calls,
         "late": sorted({call.communicator for call in calls} - connected),
     }
+
+
+def device_of_next_batch(trainer: Trainer) -> str:
+    """Return the type of device on which a thread has made the next batch."""
+    assert trainer._prefetcher is not None and trainer._prefetcher._ahead is not None
+    _, ahead = trainer._prefetcher._ahead
+    (first, *_) = ahead.result()
+    assert isinstance(first, DeviceMicrobatch)
+    return first.tokens.device.type
+
+
+def marks_passes(trainer: Trainer) -> bool:
+    """Return whether models mark their passes for a message-driven stage."""
+    driven = trainer.pipeline.driven
+    if driven is None or driven._marker is None:
+        return False
+    mark = driven._marker.mark
+    return all(isinstance(c, GPT) and c.before_last_layer == mark for c in trainer.stage.chunks)
 
 
 def current_device(groups: ProcessGroups) -> torch.device:

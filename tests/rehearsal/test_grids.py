@@ -65,7 +65,9 @@ def check(ranks: Ranks, name: str, grid: tuple[int, int], flags: str) -> list[Ca
         assert one["wrong"] == []
         assert sorted(one["waits"]) == sorted(HOST_WAITS)
         assert one["late"] == [], "communicators that are made in a step"
-        assert one["places"] == (pp > 1), "a thread that allocates could deadlock stages"
+        wanted = "cuda" if pp == 1 else "cpu"
+        assert one["made_on"] == wanted, "a thread that allocates could deadlock stages"
+        assert one["marks"] == ("mpi" in name)
         assert one["losses"] == loss_bound(name, one["wanted"])
         assert one["losses"][0] > 4
     assert disagreements([one["calls"] for one in found]) == []

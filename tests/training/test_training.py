@@ -354,7 +354,7 @@ def test_what_the_logging_flags_ask_for_is_logged(ranks: Ranks, tmp_path: Path) 
 def on_rank_with_peaks(groups: ProcessGroups, run_dir: Path) -> list[int]:
     """Return the peaks of two steps on a GPU that holds 100 bytes, and more outside of steps."""
     trainer = make_trainer(groups, TINY, run_dir)
-    trainer.device = torch.device("cuda", 0)
+    trainer.device = trainer.reading_device = torch.device("cuda", 0)
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for _ in range(2):

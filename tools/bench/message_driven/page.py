@@ -37,7 +37,8 @@ def as_markdown(found: Mapping[str, Any]) -> str:
         + ". Step: median over rounds, of the slowest rank; ratio: to 1F1B over gloo in the same "
         "round; paper: the step where only passes (and, on links, messages) take time, and the "
         "same ratio there; idle / busy: of each stage; held: most microbatches in flight on a "
-        "stage. p: stages, m: microbatches. A row without a step is only on paper: 1F1B's order "
+        "stage. p: stages, m: microbatches. MPI called once: threads pause after each call of "
+        "MPI, not after 16. A row without a step is only on paper: 1F1B's order "
         "with two more forwards at first tells what the limit does from what messages do. Links "
         "let 128 KB pass at once, which paper does not know of.",
         "",

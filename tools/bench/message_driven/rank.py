@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.launch import detect_launch, leave_mpi, require_mpi, with_master
+from megatron.launch import detect_launch, duplicate, leave_mpi, require_mpi, with_master
 
 LAUNCH = detect_launch()
 require_mpi(LAUNCH)  # before torch, as in a run
@@ -25,12 +25,13 @@ require_mpi(LAUNCH)  # before torch, as in a run
 # ruff: noqa: E402
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 from megatron.model.gpt import GPT
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.message_driven import MessageDriven
-from megatron.pipeline.mpi_transport import open_mpi_transport
+from megatron.pipeline.mpi_transport import CALLS, HostStaging, MessageMover, MPITransport
 from megatron.pipeline.runner import Pipeline
 from megatron.pipeline.schedule import StagePosition
 from megatron.pipeline.transport import open_transport
@@ -103,7 +104,17 @@ def _measure(settings: dict[str, Any], groups: ProcessGroups) -> list[dict[str, 
         "dtype": torch.float32,
         "device": torch.device("cpu"),
     }
-    mpi = open_mpi_transport(groups, seconds=TIMEOUT, **shape)
+    assert groups.edges is not None
+    mover = MessageMover()
+    mpi = MPITransport(
+        groups.edges,
+        duplicate(MPI.COMM_WORLD, seconds=TIMEOUT),
+        shape=shape["shape"],
+        dtype=shape["dtype"],
+        staging=HostStaging(),
+        seconds=TIMEOUT,
+        progress=mover,
+    )
     transports = {False: open_transport(groups, **shape), True: mpi}
     pipelines = {
         contender: _pipeline(contender, stage, transports[contender.over_mpi], groups)
@@ -115,6 +126,7 @@ def _measure(settings: dict[str, Any], groups: ProcessGroups) -> list[dict[str, 
         for profile, microbatches in cases:
             stage.factor = factor_of(profile, number)
             for contender, pipeline in pipelines.items():
+                mover.call_in_a_row(contender.calls or CALLS)
                 taken = _step(pipeline, stage, groups, microbatches)
                 case = {"profile": profile, "microbatches": microbatches, "round": number}
                 if number >= 0:

@@ -1,17 +1,17 @@
 """1F1B beside message-driven pipelines: whether they train alike, and how long ranks wait.
 
-    python -m tools.bench.message_driven.run [--out FOLDER]      as root for slow links; ten minutes
+    python -m tools.bench.message_driven.run [--out FOLDER]      as root for slow links; 12 minutes
     python -m tools.bench.message_driven.run --rates none        without them
     python -m tools.bench.message_driven.run --smoke             does the tool work?
     python -m tools.bench.message_driven.run --redraw FOLDER     page and picture from its JSON
 
 Ranks under mpiexec, one a stage, run every contender in turn, round by round: 1F1B over gloo as
 runs without MPI have it, the same fixed order over MPI, so that transport and schedule are told
-apart, and message-driven at two limits. First a small GPT trains under both schedules. Then layers
-are emulated (`tools/bench/pipeline`): passes that sleep, alike on all stages, longer on one, or by
-a random factor that is the same for all contenders and on paper. At a rate ranks are in network
-namespaces (`netlab.sh`), with messages of LINK_SHAPE. Writes README.md, results.json and figure.png
-to FOLDER.
+apart, also with a pause after each call of MPI, and message-driven at two limits. First a small GPT
+trains under both schedules. Then layers are emulated (`tools/bench/pipeline`): passes that sleep,
+alike on all stages, longer on one, or by a random factor that is the same for all contenders and on
+paper. At a rate ranks are in network namespaces (`netlab.sh`), with messages of LINK_SHAPE. Writes
+README.md, results.json and figure.png to FOLDER.
 """
 
 from __future__ import annotations

@@ -26,11 +26,13 @@ class UnevenContender:
 
     `beyond` is the number of microbatches in flight beyond the number of stages, for the
     message-driven schedule; None means the fixed order of 1F1B. `ahead` is the number of forwards
-    before the first backward beyond those of 1F1B.
+    before the first backward beyond those of 1F1B. `calls` is how often a thread calls MPI before
+    it pauses; None means as often as in a run.
     """
 
     name: str
     over_mpi: bool = False
+    calls: int | None = None
     beyond: int | None = None
     ahead: int = 0
 
@@ -58,6 +60,7 @@ REFERENCE, DRIVEN = "1F1B, gloo", "message-driven"
 CONTENDERS = (
     UnevenContender(name=REFERENCE, over_mpi=False),
     UnevenContender(name="1F1B, MPI", over_mpi=True),
+    UnevenContender(name="1F1B, MPI called once", over_mpi=True, calls=1),
     UnevenContender(name=DRIVEN, over_mpi=True, beyond=0),
     UnevenContender(name=f"{DRIVEN}, limit p + 2", over_mpi=True, beyond=2),
 )
