@@ -7,7 +7,7 @@ alike on all tensor-parallel ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache, partial
 from itertools import product
@@ -291,6 +291,27 @@ def test_deliveries_differ_and_the_course_with_them() -> None:
     assert len(courses) > 1
 
 
+def middle_of_three(
+    arrived: Callable[..., list[Message]],
+    *,
+    marker: Any = None,
+    timers: Timers | None = None,
+    at: Callable[[str], None] = lambda phase: None,
+) -> Iterator[Operation]:
+    """Return the passes of the second of three stages, in a batch of two microbatches."""
+    transport: Any = SimpleNamespace(arrived=arrived)
+    course = MessageDriven(
+        StagePosition(stage=1, stages=3),
+        limit=None,
+        transport=transport,
+        tp=ALONE,
+        marker=marker,
+        timers=timers or Timers(0),
+        at=at,
+    )
+    return course.passes(course.begin(2))
+
+
 def test_a_rank_that_waits_for_any_message_says_so() -> None:
     phases, timers = list[str](), Timers(2)
     came = [Message(Kind.FORWARD, 1, 0)]
@@ -299,17 +320,7 @@ def test_a_rank_that_waits_for_any_message_says_so() -> None:
         time.sleep(0.02 * wait)
         return came if wait else []
 
-    transport: Any = SimpleNamespace(arrived=arrived)
-    course = MessageDriven(
-        StagePosition(stage=1, stages=3),
-        limit=None,
-        transport=transport,
-        tp=ALONE,
-        marker=None,
-        timers=timers,
-        at=phases.append,
-    )
-    passes = course.passes(course.begin(2))
+    passes = middle_of_three(arrived, timers=timers, at=phases.append)
     assert next(passes) == Operation(Kind.FORWARD, 0) and not phases, "nothing else can come next"
     assert next(passes) == Operation(Kind.FORWARD, 1) and phases == ["receive"]
     assert timers.elapsed()[WAIT] > 0.015
@@ -320,18 +331,8 @@ def test_a_rank_that_waits_for_any_message_says_so() -> None:
 def test_a_choice_waits_for_the_mark_before_it_looks_at_messages() -> None:
     did = list[str]()
     here = [Message(Kind.FORWARD, 1, 0)]
-    transport: Any = SimpleNamespace(arrived=lambda *, wait: did.append("look") or here)
     marker: Any = SimpleNamespace(wait=lambda: did.append("mark"))
-    course = MessageDriven(
-        StagePosition(stage=1, stages=3),
-        limit=None,
-        transport=transport,
-        tp=ALONE,
-        marker=marker,
-        timers=Timers(0),
-        at=lambda phase: None,
-    )
-    passes = course.passes(course.begin(2))
+    passes = middle_of_three(lambda *, wait: did.append("look") or here, marker=marker)
     assert next(passes) == Operation(Kind.FORWARD, 0) and not did, "nothing else can come next"
     assert next(passes) == Operation(Kind.FORWARD, 1) and did == ["mark", "look"]
     assert len(list(passes)) == 2 and did == ["mark", "look"]
