@@ -39,18 +39,15 @@ def trained(groups: ProcessGroups, backend: str | None, case: GridCase) -> tuple
     return losses, groups.world.traffic.take()
 
 
-def both(groups: ProcessGroups, case: GridCase) -> dict[str, Any]:
-    """Train eager layers, and layers traced by the compiler, without its generated code.
-
-    Inductor takes a C++ compiler most of a minute for these graphs.
-    """
+def both(groups: ProcessGroups, case: GridCase, backend: str) -> dict[str, Any]:
+    """Train eager layers, and layers compiled by a backend of torch.compile."""
     from torch._dynamo.utils import counters
 
     eager = trained(groups, None, case)
     counters.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own modules use deprecated functions
-        compiled = trained(groups, "aot_eager", case)
+        compiled = trained(groups, backend, case)
     return {
         "eager": eager,
         "compiled": compiled,
@@ -60,8 +57,12 @@ def both(groups: ProcessGroups, case: GridCase) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_is_one_graph_with_the_losses_of_an_eager_layer(ranks: Ranks, name: str) -> None:
-    for found in ranks.run(2, both, CASES[name]):
+def test_a_layer_is_one_graph_with_the_losses_of_an_eager_layer(
+    ranks: Ranks, name: str, pytestconfig: pytest.Config
+) -> None:
+    # Inductor generates C++, whose compilation takes one to two minutes for these graphs.
+    backend = "inductor" if pytestconfig.getoption("--all") else "aot_eager"
+    for found in ranks.run(2, both, CASES[name], backend):
         assert found["breaks"] == {} and found["graphs"] == 1
         losses, sent = found["compiled"]
         wanted, sent_eagerly = found["eager"]
