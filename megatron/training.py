@@ -88,10 +88,10 @@ class Trainer:
     """The training loop with everything that it needs, built by `megatron.pretrain`.
 
     `measures` names the unit that batches count and the sums of the last chunk. `buffers` are the
-    model's tensors that training updates without gradients. `readers` make batches on
-    `reading_device`, the device itself or the CPU. `workload` has the sizes for the
-    throughput at the end. `heartbeat` publishes this rank's phase, `requests` has the requests to
-    save or to leave, and `peer_failure` returns the failure that another rank reported, or None.
+    model's tensors that training updates without gradients. `readers` make batches for
+    `reading_device`: `device`, or the CPU. `workload` has the sizes for the throughput at the end.
+    `heartbeat` publishes this rank's phase, `requests` has the requests to save or to leave, and
+    `peer_failure` returns the failure that another rank reported, or None.
     """
 
     config: Config

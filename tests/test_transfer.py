@@ -28,7 +28,7 @@ IN_STEPS = (
 )
 BOTH_ENDS_KNOWN = (
     "megatron/optimizer/cpu_offload.py",
-    "megatron/pipeline/mpi_transport.py",
+    "megatron/pipeline/mpi_staging.py",
 )
 """Modules that copy between a device and page-locked memory of their own."""
 WAITS_ANYWAY = ("radius/agreement.py",)

@@ -292,12 +292,12 @@ class GPT(ModelChunk):
                     self.before_last_layer()
                 hidden = self.layers[index](hidden, rotary, documents, None, inner)
                 if index == 0:
-                    self._mark_backward(hidden)
+                    self._announce_in_backward(hidden)
             return hidden
 
         return run
 
-    def _mark_backward(self, hidden: torch.Tensor) -> None:
+    def _announce_in_backward(self, hidden: torch.Tensor) -> None:
         """Let backward call `before_last_layer` where the first layer's output has a gradient."""
         called = self.before_last_layer
         if called is not None and hidden.requires_grad:

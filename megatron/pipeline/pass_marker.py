@@ -21,13 +21,11 @@ class PassMarker:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.Event | None = None
 
     def mark(self) -> None:
         """Mark the current end of the stream; of several marks the last one counts."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        self._event = event
+        self._event = torch.cuda.current_stream(self._device).record_event()
 
     def wait(self) -> None:
         """Let the host wait until the device reaches the mark.

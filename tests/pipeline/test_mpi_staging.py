@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from megatron.pipeline import mpi_transport
-from megatron.pipeline.mpi_transport import (
+from megatron.pipeline.mpi_staging import (
     DirectStaging,
     HostStaging,
     MessageBuffer,
-    MessageMover,
-    MPITransfer,
     PinnedStaging,
     staging_for,
 )
+from megatron.pipeline.mpi_transport import MessageMover, MPITransfer
 
 HERE = torch.device("cpu")
 
@@ -147,7 +146,7 @@ def test_a_look_moves_several_segments_of_a_message(monkeypatch: pytest.MonkeyPa
     mover.look()
     assert [transfer.is_done for transfer in transfers] == [True, False]
     assert requests.left[1] == 10_000 - 1 - mpi_transport.CALLS
-    mover.call_in_a_row(3)
+    mover.set_calls(3)
     mover.look()
     assert requests.left[1] == 10_000 - 4 - mpi_transport.CALLS
 

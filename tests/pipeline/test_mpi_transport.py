@@ -273,7 +273,8 @@ def test_tensor_parallel_ranks_have_lines_of_their_own(mpi_ranks: Ranks) -> None
 
 def late_memory(groups: ProcessGroups) -> Any:
     """Hold a message and its successors back until its memory is ready; the thread sends."""
-    from megatron.pipeline.mpi_transport import HostStaging, MessageBuffer, MPITransport
+    from megatron.pipeline.mpi_staging import HostStaging, MessageBuffer
+    from megatron.pipeline.mpi_transport import MPITransport
 
     transport, rank = transport_on(groups), groups.world.rank
     assert isinstance(transport, MPITransport)
@@ -313,7 +314,8 @@ def test_a_message_waits_for_its_memory_and_not_its_rank(mpi_ranks: Ranks) -> No
 
 def broken_memory(groups: ProcessGroups) -> Any:
     """Check that an error in the thread is raised where its rank looks next."""
-    from megatron.pipeline.mpi_transport import HostStaging, MessageBuffer, MPITransport
+    from megatron.pipeline.mpi_staging import HostStaging, MessageBuffer
+    from megatron.pipeline.mpi_transport import MPITransport
 
     transport = transport_on(groups)
     assert isinstance(transport, MPITransport)

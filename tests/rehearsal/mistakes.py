@@ -14,7 +14,7 @@ import torch
 from megatron.data.prefetch import Prefetcher
 from megatron.optimizer import cpu_offload
 from megatron.optimizer.update_rules import AdamW
-from megatron.pipeline.mpi_transport import CudaStreams, PinnedStaging
+from megatron.pipeline.mpi_staging import CudaStreams, PinnedStaging
 from tests.data.counting import Counting, CountingBatch
 from tests.gpu import test_offload_on_cuda
 from tests.gpu.test_offload_on_cuda import OffloadNet

@@ -98,7 +98,7 @@ def accuracy_and_macro_f1(examples: Sequence[Example], scores: Scores) -> Figure
     return {**accuracy(examples, scores), "f1": f1(counts(examples, scores), _macro)}
 
 
-NAMES: Mapping[Callable[[Sequence[Example], Scores], Figures], tuple[str, ...]] = {
+FIGURE_NAMES: Mapping[Callable[[Sequence[Example], Scores], Figures], tuple[str, ...]] = {
     of_words: ("accuracy", "perplexity"),
     accuracy: ("accuracy",),
     both_accuracies: ("accuracy", "length_normalised_accuracy"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import DataError
 from tools.evaluation.example import Example, Reader
-from tools.evaluation.figures import NAMES, Figures
+from tools.evaluation.figures import FIGURE_NAMES, Figures
 
 if TYPE_CHECKING:
     from tools.evaluation.figures import Scores
@@ -31,7 +31,7 @@ class EvaluationTask:
     @property
     def figure_names(self) -> tuple[str, ...]:
         """The names of the figures."""
-        return NAMES[self.figures]
+        return FIGURE_NAMES[self.figures]
 
 
 def read_examples(path: Path, read: Reader, *, limit: int | None = None) -> list[Example]:

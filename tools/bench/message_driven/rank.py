@@ -31,7 +31,8 @@ from megatron.model.gpt import GPT
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.message_driven import MessageDriven
-from megatron.pipeline.mpi_transport import CALLS, HostStaging, MessageMover, MPITransport
+from megatron.pipeline.mpi_staging import HostStaging
+from megatron.pipeline.mpi_transport import CALLS, MessageMover, MPITransport
 from megatron.pipeline.runner import Pipeline
 from megatron.pipeline.schedule import StagePosition
 from megatron.pipeline.transport import open_transport
@@ -126,7 +127,7 @@ def _measure(settings: dict[str, Any], groups: ProcessGroups) -> list[dict[str, 
         for profile, microbatches in cases:
             stage.factor = factor_of(profile, number)
             for contender, pipeline in pipelines.items():
-                mover.call_in_a_row(contender.calls or CALLS)
+                mover.set_calls(contender.calls or CALLS)
                 taken = _step(pipeline, stage, groups, microbatches)
                 case = {"profile": profile, "microbatches": microbatches, "round": number}
                 if number >= 0:
