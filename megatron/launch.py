@@ -140,7 +140,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Launch:
 
 
 def _from_slurm(env: Mapping[str, str]) -> Launch:
-    job = _integer(env, "SLURM_JOB_ID", default=0) + _integer(env, "SLURM_STEP_ID", default=0)
+    job, step = (_integer(env, name, default=0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _checked(
         Launch(
             launcher="srun",
@@ -149,8 +149,9 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
             local_rank=_integer(env, "SLURM_LOCALID"),
             local_world_size=_tasks_on_node(env),
             master_addr=env.get("MASTER_ADDR") or _first_host(env),
-            # Below the ephemeral range, and different for jobs that share a node.
-            master_port=_integer(env, "MASTER_PORT", default=10000 + job % 20000),
+            # Below the ephemeral range, and different for steps and jobs of successive numbers,
+            # which may share a node.
+            master_port=_integer(env, "MASTER_PORT", default=10000 + (64 * job + step) % 20000),
         )
     )
 
@@ -632,9 +633,11 @@ def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
     # torchrun keeps its own store at this address, shared by ranks of this and of later starts.
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Ranks of another job that has the same port must not be taken for ranks of this one.
+    job = os.environ.get("SLURM_JOB_ID", "") if launch.launcher == "srun" else ""
     try:
         store = PrefixStore(
-            f"sparsetron/{start}",
+            f"sparsetron/{job}/{start}",
             TCPStore(
                 address,
                 port,

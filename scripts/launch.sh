@@ -27,7 +27,7 @@
 # and LOST_STARTS (see job.sh), SAVE_SECONDS (longest step and a save, by which Slurm's warning comes
 # 60 + 2 x SAVE_SECONDS before the limit; 120, but at most a quarter of the limit).
 # In a Slurm allocation the run is asked to save and leave that long before it ends.
-# Exits with the run's own code (README, exit codes), which torchrun and srun would lose.
+# Exits with the run's own code (docs/fault-tolerance.md), which torchrun and srun would lose.
 set -euo pipefail
 # shellcheck source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -28,10 +28,12 @@ lead_seconds() {
 }
 
 # Fields of this job's line in the queue, in squeue's letters (%L time left, %l limit, %T state).
-# Fails where Slurm does not answer, as a busy controller now and then does not.
+# Fails where Slurm does not answer, as a busy controller now and then does not. The number of one
+# task of an array is that of the whole array, so that a task is asked for by both numbers.
 ask_queue() {
-  local answer
-  answer=$(squeue -h -j "$SLURM_JOB_ID" -o "$1" 2>/dev/null) && [[ -n $answer ]] && echo "${answer%%$'\n'*}"
+  local answer job=$SLURM_JOB_ID
+  [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  answer=$(squeue -h -j "$job" -o "$1" 2>/dev/null) && [[ -n $answer ]] && echo "${answer%%$'\n'*}"
 }
 
 # This job's state in the queue. Slurm is asked for a while: a controller that is busy for a moment
@@ -90,10 +92,22 @@ require_mpi_plugin() {
   refuse "srun --mpi=$1: Slurm cannot load that plugin; it lists: $known;" \
     "name another with SLURM_MPI_TYPE, or start with mpiexec (in jobs STEP_LAUNCHER=mpiexec)"
 }
+
 # Flags for sbatch or nothing: --name or --name=value, of letters that need no quotes in a header.
+# Refuses flags that the header has already, since sbatch would take them in place of those values.
 require_sbatch_flag() {
   [[ $1 =~ ^--[a-z][a-z-]*(=[][A-Za-z0-9_.,:@%+=*/\&\|-]*)?$ ]] ||
     refuse "$1: not a flag of launch.sh or sbatch; flags of pretrain_gpt.py come after --"
+  case ${1%%=*} in
+    --time) refuse "$1: set TIME instead" ;;
+    --nodes) refuse "$1: set NODES instead" ;;
+    --ntasks | --ntasks-per-node) refuse "$1: set RANKS_PER_NODE instead" ;;
+    --cpus-per-task) refuse "$1: set CPUS_PER_TASK instead" ;;
+    --job-name) refuse "$1: set JOB_NAME instead" ;;
+    --signal) refuse "$1: set SAVE_SECONDS instead" ;;
+    --output | --error) refuse "$1: logs are in logs of the run folder; set RUN_DIR" ;;
+    --array) refuse "$1: a job is one run; tools/study.py submits arrays" ;;
+  esac
 }
 
 # Values of headers that hold a path: sbatch takes ' for a quote, and \ and % for its own marks.

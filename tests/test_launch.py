@@ -83,7 +83,7 @@ def test_launchers(environ: dict[str, str], expected: tuple[str, int, int, int, 
 
 def test_srun_ranks_agree_on_a_meeting_place() -> None:
     launch = detect_launch(SRUN)
-    assert (launch.master_addr, launch.master_port) == ("node0", 10079)
+    assert (launch.master_addr, launch.master_port) == ("node0", 14930)
     alone = {k: v for k, v in SRUN.items() if k != "MASTER_ADDR"} | {"SLURM_STEP_NUM_NODES": "1"}
     assert detect_launch(alone).master_addr == "127.0.0.1"
 

@@ -183,6 +183,28 @@ def test_flags_for_sbatch_are_plain(flag: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--time=4", "TIME"),
+        ("--nodes=4", "NODES"),
+        ("--ntasks=4", "RANKS_PER_NODE"),
+        ("--cpus-per-task=4", "CPUS_PER_TASK"),
+        ("--job-name=a", "JOB_NAME"),
+        ("--signal=USR1@9", "SAVE_SECONDS"),
+        ("--error=log", "RUN_DIR"),
+        ("--array=0-3", "tools/study.py"),
+    ],
+)
+def test_flags_of_the_header_are_set_by_their_variables(
+    flag: str, instead: str, tmp_path: Path
+) -> None:
+    refused = dry(tmp_path, flag)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"{flag}: " in refused.stderr and instead in refused.stderr
+    assert dry(tmp_path, "--time-min=4", "--requeue").returncode == 0
+
+
+@pytest.mark.parametrize(
     ("more", "wanted"), [((), False), (("--pipeline-schedule", "message-driven"), True)]
 )
 def test_srun_brings_mpi_where_the_pipeline_needs_it(

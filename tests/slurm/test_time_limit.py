@@ -28,7 +28,8 @@ def watched(
     (folder / "answers").write_text("".join(f"{answer}\n" for answer in answers))
     squeue = folder / "squeue"
     squeue.write_text(
-        f"#!/bin/sh\ncd {folder}\nhead -n 1 answers | grep . || code=1\nsed -i 1d answers\n"
+        f"#!/bin/sh\ncd {folder}\necho $3 > asked\n"
+        "head -n 1 answers | grep . || code=1\nsed -i 1d answers\n"
         "exit ${code:-0}\n"
     )
     squeue.chmod(0o755)
@@ -48,6 +49,15 @@ def test_a_queue_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
     answers = ["", "2:00:00 1:00:00", "", "2:00:00 5:01", "2:00:00 5:00"]
     naps = ["slept 60", "slept 1800", "slept 60", "slept 1"]
     assert watched(tmp_path, answers) == [*naps, "sent USR1"]
+
+
+def test_a_task_of_an_array_asks_for_itself(tmp_path: Path) -> None:
+    """The last task of an array has the number of the array, whose tasks all would answer."""
+    task = "SLURM_ARRAY_JOB_ID=1 SLURM_ARRAY_TASK_ID=3"
+    assert watched(tmp_path, ["RUNNING"], call="job_state") == ["RUNNING"]
+    assert (tmp_path / "asked").read_text() == "1\n"
+    assert watched(tmp_path, ["RUNNING"], task, call="job_state") == ["RUNNING"]
+    assert (tmp_path / "asked").read_text() == "1_3\n"
 
 
 def test_a_jobs_state_is_asked_for_a_while(tmp_path: Path) -> None:

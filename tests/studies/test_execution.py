@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 from tests.studies.files import NAMES, write_study
 from tools import study as tool
 from tools.studies import execution as execution_module
-from tools.studies.array import arrays_of, script_of
+from tools.studies.array import arrays_of, script_of, site_flags
 from tools.studies.declaration import DeclaredRun, read_study
 from tools.studies.execution import Execution, Launcher
 from tools.studies.rows import StudyRow, read_rows
@@ -279,9 +279,24 @@ def test_arrays_put_bases_first_and_one_number_of_ranks_together(tmp_path: Path)
     assert [run.name for run in bases.runs] == ["dense-seed1", "dense-seed2"]
     assert (bases.ranks, forks.ranks, forks.after_bases) == (1, 2, True)
     script = script_of(forks, ["python", "study.py", "a b.yaml"], jobs=3)
-    assert "#SBATCH --array=0-3%3\n#SBATCH --ntasks=2\n" in script
+    headers = "#SBATCH --array=0-3%3\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=2\n"
+    assert headers in script
     assert "python study.py 'a b.yaml' --only \"${runs[SLURM_ARRAY_TASK_ID]}\"" in script
     assert f"runs=({' '.join(run.name for run in forks.runs)})" in script
+
+
+def test_arrays_ask_for_what_the_site_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CPUS_PER_TASK", raising=False)
+    monkeypatch.delenv("SITE", raising=False)
+    assert site_flags() == []
+    monkeypatch.setenv("SITE", "perlmutter")
+    asked = ["--constraint=gpu", "--gpus-per-node=4"]
+    assert site_flags() == [*asked, "--cpus-per-task=32"]
+    monkeypatch.setenv("CPUS_PER_TASK", "8")
+    assert site_flags() == [*asked, "--cpus-per-task=8"]
+    monkeypatch.setenv("SITE", "perlmuter")
+    with pytest.raises(ConfigError, match="SITE=perlmuter: no scripts/site/perlmuter.env"):
+        site_flags()
 
 
 @pytest.mark.parametrize(
@@ -291,6 +306,8 @@ def test_arrays_put_bases_first_and_one_number_of_ranks_together(tmp_path: Path)
         (["--only", "dense-seed3"], "--only dense-seed3: no such run; did you mean dense-seed"),
         (["--partition=big"], "--partition=big: no such flag; sbatch's flags need --slurm"),
         (["--report"], "no run has a result yet"),
+        (["--slurm", "--output=log"], "--output=log: --slurm sets this flag of sbatch itself"),
+        (["--slurm", "--depend=after:1"], "--depend=after:1: --slurm sets this flag"),
     ],
 )
 def test_wrong_usage_is_refused_in_one_line(

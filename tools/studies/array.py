@@ -19,6 +19,24 @@ from megatron.status import replace_text
 from tools.studies.declaration import DeclaredRun
 
 REPO = Path(__file__).resolve().parents[2]
+SITES = REPO / "scripts" / "site"
+OWN_FLAGS = (
+    "--array", "--dependency", "--nodes", "--ntasks", "--ntasks-per-node", "--open-mode",
+    "--output",
+)  # fmt: skip
+"""Flags of sbatch that `submit` sets."""
+PRINT_SITE_FLAGS = """
+sbatch_flags=()
+file=$1/${SITE:=local}.env
+if [[ ! -f $file ]]; then
+  cd "$1"
+  echo "SITE=$SITE: no scripts/site/$SITE.env; there are:" *.env >&2
+  exit 1
+fi
+source "$file" >/dev/null
+[[ -z ${CPUS_PER_TASK:-} ]] || sbatch_flags+=("--cpus-per-task=$CPUS_PER_TASK")
+((${#sbatch_flags[@]} == 0)) || printf '%s\\n' "${sbatch_flags[@]}"
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +64,9 @@ def script_of(array: JobArray, command: Sequence[str], *, jobs: int) -> str:
         [
             "#!/usr/bin/env bash",
             f"#SBATCH --array=0-{len(array.runs) - 1}%{jobs}",
-            f"#SBATCH --ntasks={array.ranks}",
+            "#SBATCH --nodes=1",  # as launch.sh starts the ranks
+            f"#SBATCH --ntasks-per-node={array.ranks}",
+            "#SBATCH --open-mode=append",
             "set -euo pipefail",
             f"cd {shlex.quote(str(Path.cwd()))}",
             f"runs=({names})",
@@ -54,6 +74,19 @@ def script_of(array: JobArray, command: Sequence[str], *, jobs: int) -> str:
             "",
         ]
     )
+
+
+def site_flags() -> list[str]:
+    """Return what the file of `SITE` asks of sbatch, with the cores of a rank.
+
+    Raises:
+        ConfigError: There is no such file, or bash cannot read it.
+    """
+    read = ["bash", "-euo", "pipefail", "-c", PRINT_SITE_FLAGS, "site", str(SITES)]
+    done = subprocess.run(read, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(" ".join(done.stderr.split()))
+    return done.stdout.splitlines()
 
 
 def submit(
@@ -71,11 +104,17 @@ def submit(
         command: The command line of `tools/study.py` for this study, without `--only`.
         work: Folder of the job scripts.
         jobs: Tasks of an array that run at a time.
-        flags: Further flags of sbatch, such as --partition=NAME.
+        flags: Further flags of sbatch, such as --partition=NAME, after those of the site.
 
     Raises:
-        ConfigError: sbatch is missing or refused a script.
+        ConfigError: A flag is one that the arrays set, the site is unknown, or sbatch is missing or
+            refused a script.
     """
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if len(name) > 2 and any(own.startswith(name) for own in OWN_FLAGS):
+            raise ConfigError(f"{flag}: --slurm sets this flag of sbatch itself")
+    flags = [*site_flags(), *flags]
     (work / "console").mkdir(parents=True, exist_ok=True)
     submitted: list[str] = []
     bases: list[str] = []

@@ -166,6 +166,11 @@ class Commands:
         for name in ("exit_interval", "exit_duration_in_mins", "skip_train"):
             if getattr(config.training, name, None):
                 raise self._error(run, f"{name}: the run would not make all of its steps")
+        if self.fork_steps(run):
+            for name in ("keep_last", "save_retain_interval"):
+                if getattr(config.checkpoint, name, None):
+                    flag = name.replace("_", "-")
+                    raise self._error(run, f"{flag}: would delete checkpoints that forks load")
 
     def _resolved(self, run: DeclaredRun, flags: list[str]) -> Config:
         try:

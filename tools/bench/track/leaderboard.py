@@ -107,11 +107,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def checked_rows(
     study: DeclaredStudy, commands: Commands, rows: Sequence[StudyRow]
 ) -> list[StudyRow]:
-    """Return the rows. Raises `ConfigError` for one that the tier's file does not declare."""
+    """Return the rows.
+
+    Raises:
+        ConfigError: The tier's file does not declare a row, or the seeds of an entry are not 1, 2
+            and so on, each once.
+    """
     declared = {run.name: commands.digest(run) for run in study.runs}
     for row in rows:
         if declared.get(row.name) != row.settings:
             raise ConfigError(f"{study.path}: {row.name} has a row of other settings, or is no run")
+    for group in {row.group for row in rows}:
+        seeds = sorted(row.seed for row in rows if row.group == group)
+        if seeds != list(range(1, len(seeds) + 1)):
+            told = ", ".join(map(str, seeds))
+            raise ConfigError(f"rows of {group}: seeds {told}; must be 1, 2 and so on, each once")
     return list(rows)
 
 
