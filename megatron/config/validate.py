@@ -641,10 +641,14 @@ def _schedule_fits(c: Config) -> Complaint:
             continue
         if warmup >= length:
             return f"lr_warmup_{unit} {warmup} must be less than {name} {length}; lower the warm-up"
+        given = f"lr_warmup_{unit} {warmup}"
+        if o.lr_warmup_fraction is not None:
+            warmup = int(o.lr_warmup_fraction * length)
+            given = f"lr_warmup_fraction {o.lr_warmup_fraction:g}"
         if wsd is not None and wsd + warmup > length:
             return (
-                f"lr_wsd_decay_{unit} {wsd} with lr_warmup_{unit} {warmup} is more than {name} "
-                f"{length}; lower one of them"
+                f"lr_wsd_decay_{unit} {wsd} with {given} is more than {name} {length}; "
+                "lower one of them"
             )
     return None
 

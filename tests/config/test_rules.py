@@ -73,6 +73,10 @@ REFUSALS = {
     ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--lr-warmup-iters", "2"): (
         "lr_wsd_decay_iters 9 with lr_warmup_iters 2 is more than train_iters 10; lower one of them"
     ),
+    ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--lr-warmup-fraction", "0.2"): (
+        "lr_wsd_decay_iters 9 with lr_warmup_fraction 0.2 is more than train_iters 10; lower one "
+        "of them"
+    ),
     (
         *("--lr-decay-style", "multi-step", "--lr-multi-step-iters", "3", "5"),
         *("--lr-multi-step-factors", "0.1"),
