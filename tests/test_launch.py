@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from megatron import launch as launch_module
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, PeerError
 from megatron.launch import (
     Launch,
+    _join_world,
     check_cuda_variables,
     detect_launch,
     job_environment,
@@ -86,6 +88,25 @@ def test_srun_ranks_agree_on_a_meeting_place() -> None:
     assert (launch.master_addr, launch.master_port) == ("node0", 14930)
     alone = {k: v for k, v in SRUN.items() if k != "MASTER_ADDR"} | {"SLURM_STEP_NUM_NODES": "1"}
     assert detect_launch(alone).master_addr == "127.0.0.1"
+    next_job = detect_launch(SRUN | {"SLURM_JOB_ID": "78", "SLURM_STEP_ID": "1"})
+    assert next_job.master_port not in (launch.master_port, None)
+
+
+def test_a_rank_of_another_job_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of job 1 listens at the port that job 2 was given too."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "SLURM_JOB_ID": "2"}
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("SLURM_JOB_ID", "2")
+    two = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    launch = detect_launch(SRUN | two | known)
+    with pytest.raises(PeerError, match="1 of 2 ranks joined"):
+        _join_world(launch, "gloo", timedelta(seconds=1))
+    assert not PrefixStore("sparsetron/1/0", store).check(["here/1"])
+    assert PrefixStore("sparsetron/2/0", store).check(["here/1"])
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ class Commands:
                 raise self._error(run, f"{name}: the run would not make all of its steps")
         if self.fork_steps(run):
             for name in ("keep_last", "save_retain_interval"):
-                if getattr(config.checkpoint, name, None):
+                if getattr(config.checkpoint, name):
                     flag = name.replace("_", "-")
                     raise self._error(run, f"{flag}: would delete checkpoints that forks load")
 

@@ -117,7 +117,7 @@ def checked_rows(
     for row in rows:
         if declared.get(row.name) != row.settings:
             raise ConfigError(f"{study.path}: {row.name} has a row of other settings, or is no run")
-    for group in {row.group for row in rows}:
+    for group in sorted({row.group for row in rows}):
         seeds = sorted(row.seed for row in rows if row.group == group)
         if seeds != list(range(1, len(seeds) + 1)):
             told = ", ".join(map(str, seeds))
