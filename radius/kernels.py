@@ -12,13 +12,13 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from megatron.sparse.kernels import chosen_entries, launch_over
+from megatron.sparse.kernels import chosen_entries, launch_moving, launch_over
 from megatron.sparse.kernels import count_blocks as count_blocks
 from megatron.sparse.kernels import write_bits as write_bits
 from megatron.sparse.reference import BLOCK, GROUP, Bits
 
-# Blocks per program, limited by registers so that several programs share a multiprocessor.
-_TO_COMPACT, _TO_EXPAND, _TO_UPDATE = 2, GROUP, 1
+_UPDATED = 1
+"""Blocks per program of AdamW, limited by registers so that programs share a multiprocessor."""
 FUSED_ADAMW = ("zero", "frozen")
 """Values of `ReducedGrad.unselected` for which there is an AdamW kernel."""
 LEAST = 1e-38
@@ -30,13 +30,13 @@ def compact(
 ) -> None:
     """Compact as `reference.compact` does, in one pass, `clear` included."""
     options = {"TAKE": True, "SCALE": scale != 1.0, "CLEAR": clear}
-    launch_over(_compact, _TO_COMPACT, bits, bits.blocks, flat, out, scale, 0, **options)
+    launch_moving(_compact, bits, bits.blocks, flat, out, scale, 0, **options)
 
 
 def clear(bits: Bits, flat: torch.Tensor) -> None:
     """Clear as `reference.clear` does."""
     options = {"TAKE": False, "SCALE": False, "CLEAR": True}
-    launch_over(_compact, _TO_COMPACT, bits, bits.blocks, flat, flat, 1.0, 0, **options)
+    launch_moving(_compact, bits, bits.blocks, flat, flat, 1.0, 0, **options)
 
 
 def expand(
@@ -45,14 +45,14 @@ def expand(
     """Expand as `reference.expand` does; `first` is a multiple of `reference.GROUP`."""
     assert first % GROUP == 0
     blocks = -(-out.numel() // BLOCK)
-    launch_over(_expand, _TO_EXPAND, bits, blocks, values, out, first, out.numel(), 0, ZEROS=True)
+    launch_moving(_expand, bits, blocks, values, out, first, out.numel(), 0, ZEROS=True)
     if scale != 1.0:
         out.mul_(scale)
 
 
 def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
     """Place values as `reference.place` does."""
-    launch_over(_expand, _TO_EXPAND, bits, bits.blocks, values, out, 0, out.numel(), 0, ZEROS=False)
+    launch_moving(_expand, bits, bits.blocks, values, out, 0, out.numel(), 0, ZEROS=False)
 
 
 def adamw(
@@ -82,7 +82,7 @@ def adamw(
     beta1, beta2 = betas
     launch_over(
         _adamw,
-        _TO_UPDATE,
+        _UPDATED,
         bits,
         bits.blocks,
         values,

@@ -11,22 +11,19 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from megatron.sparse.kernels import chosen_entries, launch_over
+from megatron.sparse.kernels import chosen_entries, launch_moving
 from megatron.sparse.kernels import count_blocks as count_blocks
-from megatron.sparse.reference import GROUP, Bits
-
-# Blocks per program, limited by registers so that several programs share a multiprocessor.
-_TO_COMPRESS, _TO_EXPAND = 2, GROUP
+from megatron.sparse.reference import Bits
 
 
 def compress(bits: Bits, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
     """Gather stored entries as `reference.compress` does."""
-    launch_over(_compress, _TO_COMPRESS, bits, bits.blocks, dense, out, 0, ADD=add)
+    launch_moving(_compress, bits, bits.blocks, dense, out, 0, ADD=add)
 
 
 def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
     """Scatter stored entries as `reference.expand` does."""
-    launch_over(_expand, _TO_EXPAND, bits, bits.blocks, values, out, 0)
+    launch_moving(_expand, bits, bits.blocks, values, out, 0)
 
 
 # `apart`: see `megatron.sparse.kernels`. No entry past a tensor's end is chosen.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tools.bench.gpu.step import OURS, SMOKE, measure, table
+from tools.bench.gpu.step import OURS, PATHS, SMOKE, measure, table
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -29,6 +29,14 @@ def test_section_writes_what_the_table_reads(tmp_path: Path) -> None:
     assert 0 < ours["mfu"] < 1
     assert abs(ours["losses"][0] - plain["losses"][0]) < 0.2
     assert "| step2b | ours |" in table(tmp_path)
+
+
+def test_gradient_paths_are_compared_with_dense_gradients(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    found = measure("paths355m", SMOKE, device=device, steps=2, peak_tflops=1.0, out=tmp_path)
+    assert list(found["contenders"]) == [OURS, *PATHS]
+    assert "| paths355m | ours | " in table(tmp_path)
+    assert all(f"| paths355m | {name} |" in table(tmp_path) for name in PATHS)
 
 
 def test_script_refuses_an_unknown_section(tmp_path: Path) -> None:

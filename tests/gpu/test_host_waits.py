@@ -69,6 +69,8 @@ def test_squares_are_summed_to_fp32_rounding(device: torch.device) -> None:
 
 
 def test_a_marked_pass_is_not_waited_for_to_its_end(device: torch.device) -> None:
+    if device.type != "cuda":
+        return  # on a CPU nothing runs after its launch has returned
     marker = PassMarker(device)
     for marks in (True, False):
         values = torch.ones(100, device=device)

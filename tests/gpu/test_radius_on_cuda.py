@@ -22,9 +22,15 @@ RADIUS = "--grad-path radius --radius-interval 3 --radius-start-iter 1 --train-i
 KINDS = ("", "--radius-schedule rolling", "--bf16")
 
 
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the norm of the difference by the norm of `wanted`: single entries may cancel."""
+    found, wanted = found.cpu().double(), wanted.double()
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
+
+
 def test_steps_equal_those_on_the_cpu(device: torch.device, tmp_path: Path) -> None:
     """Drawn, since the largest updates of two devices are not always the same entries."""
-    for number, kind in enumerate(KINDS[:3]):
+    for number, kind in enumerate(KINDS):
         flags = f"{RADIUS} --radius-select seeded {kind}"
         here = make_trainer(device, tmp_path / f"device{number}", flags)
         there = make_trainer(torch.device("cpu"), tmp_path / f"cpu{number}", flags)
@@ -34,8 +40,9 @@ def test_steps_equal_those_on_the_cpu(device: torch.device, tmp_path: Path) -> N
         for name, tensor in copies(here.engine.reducer.shared_tensors()).items():
             assert torch.equal(tensor, chosen[name]), name
         rest = copies(there.engine.reducer.state_tensors())
+        bound = 5e-2 if kind == "--bf16" else 1e-4
         for name, tensor in copies(here.engine.reducer.state_tensors()).items():
-            torch.testing.assert_close(tensor.cpu(), rest[name], atol=1e-3, rtol=1e-2)
+            assert relative_error(tensor, rest[name]) < bound, name
 
 
 def test_it_learns(device: torch.device, tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A pipeline over two GPUs, the GPU tests, then tokens/s and MFU beside a plain compiled PyTorch GPT,
-# on a machine with a CUDA GPU. The first thing to run on one.
+# The first thing to run on a machine with a CUDA GPU: a pipeline over two GPUs, the GPU tests, every
+# gradient path and grid over NCCL beside the same ranks on CPUs, kernels beside a copy, then tokens/s
+# and MFU beside a plain compiled PyTorch GPT. Ranks share a GPU where there are too few.
 #   tools/bench/gpu.sh [--smoke] [SECTION...]
-# Sections (all): pipeline tests radius samo linear step124m step355m step2b. Without a section named,
-# pipeline is left out where there are fewer than two GPUs.
-# Needs no network and only torch, numpy, safetensors, pyyaml and triton. Each section ends within
-# four minutes, pipeline within eight. Results: JSON in $OUT (gpu-bench), a table at the end.
-# --smoke: tiny, CPU if need be.
+# Sections (all): pipeline tests ranks radius samo linear step124m step355m step2b paths355m.
+# Needs no network and only torch, numpy, safetensors, pyyaml and triton (ranks: mpiexec and mpi4py for
+# one case). Each section ends within four minutes, pipeline and ranks within eight. Results: JSON in
+# $OUT (gpu-bench), a table at the end. --smoke: tiny, CPU if need be.
 # PYTHON (python3), OUT, PEAK_TFLOPS (989, an H200's in bf16).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -19,29 +19,22 @@ sections=()
 for argument in "$@"; do
   if [[ $argument == --smoke ]]; then smoke=(--smoke); else sections+=("$argument"); fi
 done
-if ((!${#sections[@]})); then
-  sections=(tests radius samo linear step124m step355m step2b)
-  gpus=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
-  if ((gpus > 1 || ${#smoke[@]})); then
-    sections=(pipeline "${sections[@]}")
-  else
-    printf '== pipeline: left out, needs two GPUs\n'
-  fi
-fi
+known=(pipeline tests ranks radius samo linear step124m step355m step2b paths355m)
+if ((!${#sections[@]})); then sections=("${known[@]}"); fi
 mkdir -p "$out"
 
 failed=()
 section() {
   local name=$1 seconds=$limit
   shift
-  if [[ $name == pipeline ]]; then seconds=$((2 * limit)); fi
+  if [[ $name == pipeline || $name == ranks ]]; then seconds=$((2 * limit)); fi
   printf '== %s: %s\n' "$name" "$*"
   timeout "$seconds" "$@" || failed+=("$name (exit $?)")
 }
 for name in "${sections[@]}"; do
   case $name in
-    pipeline)
-      section pipeline "$python" -m tools.bench.gpu.pipeline --out "$out" "${smoke[@]}"
+    pipeline | ranks)
+      section "$name" "$python" -m "tools.bench.gpu.$name" --out "$out" "${smoke[@]}"
       ;;
     tests) section tests "$python" -m tools.bench.gpu.tests "${smoke[@]}" ;;
     radius | samo)
@@ -50,11 +43,11 @@ for name in "${sections[@]}"; do
     linear)
       section linear "$python" -m tools.bench.sparse_linear.run --out "$out" "${smoke[@]}"
       ;;
-    step124m | step355m | step2b)
+    step124m | step355m | step2b | paths355m)
       section "$name" "$python" -m tools.bench.gpu.step "$name" "${options[@]}" "${smoke[@]}"
       ;;
     *)
-      printf 'error: section %s: one of pipeline tests radius samo linear step124m step355m step2b\n' "$name" >&2
+      printf 'error: section %s: one of %s\n' "$name" "${known[*]}" >&2
       exit 2
       ;;
   esac

@@ -34,6 +34,7 @@ class KernelPass:
 
     `bytes_for_entry(density)` is the minimum of bytes read and written per entry of the bucket, in
     whole sectors if only some entries are needed. `theirs` does the same as described by `peer`.
+    If `together`, `ours` takes a list of buckets, as training calls it.
     """
 
     name: str
@@ -41,6 +42,14 @@ class KernelPass:
     ours: Callable[[Any], None]
     peer: str
     theirs: Callable[[Any], None]
+    together: bool = False
+
+    def run(self, buckets: Sequence[Any]) -> None:
+        """Do ours on every bucket."""
+        if self.together:
+            self.ours(buckets)
+        else:
+            _each(self.ours, buckets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +117,7 @@ class KernelBench:
             for density in densities:
                 buckets = [self.bucket(state, density, peers=peers) for state in states]
                 for one in self.passes:
-                    runs = [lambda one=one, buckets=buckets: _each(one.ours, buckets)]
+                    runs = [lambda one=one, buckets=buckets: one.run(buckets)]
                     if peers:
                         runs.append(lambda one=one, buckets=buckets: _each(one.theirs, buckets))
                     seconds = _times(runs, device=device, rounds=rounds)

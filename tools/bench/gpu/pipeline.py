@@ -1,15 +1,15 @@
 """Check that a pipeline over two GPUs does not deadlock and has the losses of one GPU.
 
-    python -m tools.bench.gpu.pipeline [--out FOLDER] [--smoke]              a minute, two GPUs
+    python -m tools.bench.gpu.pipeline [--out FOLDER] [--smoke]              a minute
 
-A GPT is trained for 20 steps in bf16 on one GPU, then on two: with 1F1B, with the interleaved
+A GPT is trained for 20 steps in fp32 on one GPU, then on two: with 1F1B, with the interleaved
 schedule, and with 1F1B over a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). A run without
 a step for 110 seconds counts as deadlocked: NCCL's kernels occupy a device until their peer
 arrives, so an order of sends and receives that works with gloo can block two GPUs forever. The
-output is a table of median step times and losses, also in FOLDER/pipeline.json. `--smoke`: tiny,
-over gloo on the CPU.
+output is a table of median step times and losses, also in FOLDER/pipeline.json. Where there is one
+GPU, both stages share it (`launching.py`). `--smoke`: tiny, over gloo on the CPU.
 
-Exit code 1 if a run deadlocks, fails, or has other losses than one GPU; 2 with fewer than two GPUs.
+Exit code 1 if a run deadlocks, fails, or has other losses than one GPU; 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,18 +28,20 @@ import torch
 
 from megatron.report import RunData, read_run
 from megatron.report.comparison import compare
-
-REPO = Path(__file__).resolve().parents[3]
+from tools.bench.gpu.launching import kill, start, wait
 
 SECONDS = 110
 """Seconds without a step after which a run counts as deadlocked."""
-TOLERANCE = 0.02
-"""Relative tolerance of a loss after 20 steps, since other kernels round differently."""
+TOLERANCE = 1e-3
+"""Largest difference of two losses in nats, since sums are in another order.
+
+In bf16 the losses of this model part after ten steps.
+"""
 MODEL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 SMOKE = "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
 COMMON = (
     "--mock-data --vocab-size 512 --train-iters 20 --micro-batch-size 2 --global-batch-size 16 "
-    "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --log-interval 1 --eval-iters 0 --bf16 "
+    "--attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --log-interval 1 --eval-iters 0 "
     "--compile false"
 )
 PIPELINE = "--pipeline-model-parallel-size 2"
@@ -74,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for pipeline.json")
     parser.add_argument("--smoke", action="store_true", help="a tiny model over gloo on the CPU")
     options = parser.parse_args(arguments)
-    if not options.smoke and torch.cuda.device_count() < 2:
-        print("error: fewer than two CUDA devices; --smoke runs on the CPU", file=sys.stderr)
+    if not options.smoke and not torch.cuda.is_available():
+        print("error: no CUDA device is seen; --smoke runs on the CPU", file=sys.stderr)
         return 2
     # A signal that ends this tool, as from `timeout`, must end the ranks, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -103,23 +102,11 @@ def problem(case: QueueCase, folder: Path, first: RunData | None, *, smoke: bool
     """Run a case; return its problem in comparison with the `first` run, or ""."""
     flags = f"{SMOKE if smoke else MODEL} {COMMON} {case.flags} --run-dir {folder}"
     log = folder.with_suffix(".log")
-    port = _free_port()
-    with log.open("w", encoding="utf-8") as file:
-        ranks = [
-            subprocess.Popen(
-                [*_env(case, rank, port), sys.executable, str(REPO / "pretrain_gpt.py")]
-                + [*flags.split(), *["--device", "cpu"] * smoke],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(case.ranks)
-        ]
+    ranks = start(flags, case.ranks, log, on_cpu=smoke, environment=case.environment)
     try:
-        codes = _wait(ranks, folder / "metrics.jsonl")
+        codes = wait(ranks, folder / "metrics.jsonl", SECONDS)
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        kill(ranks)
     if codes is None:
         return f"stands still: no step in {SECONDS} s"
     if any(codes):
@@ -129,35 +116,6 @@ def problem(case: QueueCase, folder: Path, first: RunData | None, *, smoke: bool
         return ""
     compared = compare(first, read_run(folder), tolerance=TOLERANCE)
     return "" if compared.equal else compared.describe()
-
-
-def _env(case: QueueCase, rank: int, port: int) -> list[str]:
-    """Return the beginning of a command that sets torchrun's variables.
-
-    Starting ranks without torchrun ensures that they end with this tool.
-    """
-    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks}
-    sizes |= {"LOCAL_WORLD_SIZE": case.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return ["env", *(f"{name}={value}" for name, value in {**sizes, **case.environment}.items())]
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], metrics: Path) -> list[int] | None:
-    """Return the ranks' exit codes, or None if no step came for SECONDS."""
-    size, limit = 0, time.monotonic() + SECONDS
-    while any(process.poll() is None for process in ranks):
-        grown = metrics.stat().st_size if metrics.exists() else 0
-        if grown > size:
-            size, limit = grown, time.monotonic() + SECONDS
-        if time.monotonic() > limit:
-            return None
-        time.sleep(0.05)
-    return [process.returncode for process in ranks]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ kernels.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 
 from megatron.data_parallel.reducer import ReducedGrad
 from megatron.optimizer.update_rules import AdamW, Hyper
-from megatron.sparse.selection import select_largest
+from megatron.sparse.selection import Candidates, select_largest, select_largest_each
+from megatron.sparse.shard import FlatShard
 from radius.bitmap_index import BitmapIndex
 from tools.bench.gpu.kernel_passes import BITS, KernelBench, KernelPass, met
 
@@ -92,9 +94,6 @@ class _RadiusBucket:
         for flat, mine in zip(flats, held, strict=True):
             flat.index_copy_(0, self.positions, mine)
 
-    def select(self) -> None:
-        self.index.choose(0, select_largest(self.states.update, self.k))
-
     def select_by_topk(self) -> None:
         found = torch.topk(self.states.update.abs(), self.k, sorted=False).indices
         self.mask.zero_().index_fill_(0, found, True)
@@ -102,6 +101,15 @@ class _RadiusBucket:
     def _apply(self, reduced: ReducedGrad) -> None:
         states, moments = self.states, (self.states.mean, self.states.square)
         self.index.apply(RULE, reduced, states.weight, moments, HYPER, factor=0.5)
+
+
+def _select(buckets: Sequence[_RadiusBucket]) -> None:
+    whole = [FlatShard(bucket.index.length, bucket.index.length) for bucket in buckets]
+    found = select_largest_each(
+        [Candidates(b.states.update, b.k, shard) for b, shard in zip(buckets, whole, strict=True)]
+    )
+    for bucket, selection in zip(buckets, found, strict=True):
+        bucket.index.choose(0, selection)
 
 
 PASSES = [
@@ -143,9 +151,10 @@ PASSES = [
     KernelPass(
         "selection (3 readings)",
         lambda d: 12 + BITS,
-        _RadiusBucket.select,
+        _select,
         "abs, topk, index_fill_",
         _RadiusBucket.select_by_topk,
+        together=True,
     ),
 ]
 

@@ -3,9 +3,10 @@
     python -m tools.bench.gpu.step SECTION --out FOLDER [--peak-tflops 989] [--smoke]
     python -m tools.bench.gpu.step --table FOLDER
 
-SECTION is step124m, step355m or step2b. The contenders train one after the other, so that each has
-all the memory; FOLDER/SECTION.json is updated after each. `--smoke`: tiny, and on the CPU without a
-GPU. `--table` prints the results in FOLDER.
+SECTION is step124m, step355m or step2b, or paths355m, which has our gradient paths in place of the
+plain GPT. The contenders train one after the other, so that each has all the memory;
+FOLDER/SECTION.json is updated after each. `--smoke`: tiny, and on the CPU without a GPU. `--table`
+prints the results in FOLDER.
 """
 
 from __future__ import annotations
@@ -38,7 +39,19 @@ SHAPES = {
     "step124m": Shape(layers=12, hidden=768, heads=12, sequence=1024, batch=16),
     "step355m": Shape(layers=24, hidden=1024, heads=16, sequence=1024, batch=16),
     "step2b": Shape(layers=24, hidden=2560, heads=32, sequence=1024, batch=8),
+    "paths355m": Shape(layers=24, hidden=1024, heads=16, sequence=1024, batch=16),
 }
+PATH_SECTIONS = ("paths355m",)
+SPARSE = "--radius-interval 10 --radius-start-iter 1"
+PATHS = {
+    "radius": f"--grad-path radius {SPARSE}",
+    "radius, rolling": f"--grad-path radius {SPARSE} --radius-schedule rolling",
+    "samo": "--grad-path samo --samo-sparsity 0.9 --samo-pruning random",
+}
+"""Contenders of paths355m beside dense gradients, all without --compile.
+
+A rank alone sends nothing: these steps show what selecting, gathering and updating take.
+"""
 MICROBATCHES = 4
 SMOKE = Shape(layers=2, hidden=64, heads=2, sequence=32, vocabulary=512, batch=2, microbatches=2)
 H200_PEAK_TFLOPS = 989.0
@@ -101,13 +114,16 @@ def measure(
         "contenders": {},
     }
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
-    for name, build in _contenders(shape, groups, device, compiled=compiled):
+    contenders, average = _contenders, statistics.median
+    if section in PATH_SECTIONS:  # which have steps that take longer than others
+        contenders, average = _paths, statistics.fmean
+    for name, build in contenders(shape, groups, device, compiled=compiled):
         with tempfile.TemporaryDirectory() as folder, _quiet(Path(folder) / "console"):
             if on_cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             contender = build(Path(folder))
-            found = _time(contender, shape, steps=steps, device=device)
+            found = _time(contender, shape, steps=steps, device=device, average=average)
             del contender
         torch.compiler.reset()
         gc.collect()
@@ -119,13 +135,17 @@ def measure(
 
 
 def table(folder: Path) -> str:
-    """Return the results of a folder's sections as one markdown table with the targets."""
-    lines = ["| section | contender | tokens/s | MFU | of plain compiled | peak memory, GiB |"]
+    """Return the results of a folder's sections as one markdown table with the targets.
+
+    The peer is the plain compiled GPT, and dense gradients among gradient paths.
+    """
+    lines = ["| section | contender | tokens/s | MFU | of the peer | peak memory, GiB |"]
     lines[0] += " first step, s | time by phase, ms |"
     lines += ["|---|---|---:|---:|---:|---:|---:|---|"]
-    for file in sorted(folder.glob("step*.json")):
+    for file in sorted([*folder.glob("step*.json"), *folder.glob("paths*.json")]):
         report = json.loads(file.read_text(encoding="utf-8"))
-        plain = report["contenders"].get(PLAIN_COMPILED, {}).get("tokens_per_second")
+        peer = PLAIN_COMPILED if file.name.startswith("step") else OURS
+        plain = report["contenders"].get(peer, {}).get("tokens_per_second")
         for name, found in report["contenders"].items():
             ratio = found["tokens_per_second"] / plain if plain else None
             phases = ", ".join(f"{k} {1e3 * v:.1f}" for k, v in found["phases"].items())
@@ -168,6 +188,19 @@ def _contenders(
     yield PLAIN_COMPILED if compiled else "plain PyTorch", plain
 
 
+def _paths(
+    shape: Shape, groups: ProcessGroups, device: torch.device, *, compiled: bool
+) -> Iterator[tuple[str, Callable[[Path], Contender]]]:
+    for name, more in {OURS: "", **PATHS}.items():
+        extra = ["--compile", "false", *more.split()]
+        yield (
+            name,
+            lambda folder, extra=extra: Ours(
+                shape.flags(dtype="bf16", extra=extra), groups, folder / "run", device=device
+            ),
+        )
+
+
 def _reader_flags(shape: Shape) -> list[str]:
     """Return the flags of the smallest model that reads the same batches."""
     small = dataclasses.replace(shape, layers=1, hidden=8, heads=1)
@@ -175,7 +208,12 @@ def _reader_flags(shape: Shape) -> list[str]:
 
 
 def _time(
-    contender: Contender, shape: Shape, *, steps: int, device: torch.device
+    contender: Contender,
+    shape: Shape,
+    *,
+    steps: int,
+    device: torch.device,
+    average: Callable[[Sequence[float]], float],
 ) -> dict[str, Any]:
     """Return the figures of a contender's steps after warm-up.
 
@@ -203,10 +241,10 @@ def _time(
         with DevicePhases(contender.trainer) as stopwatch:
             contender.step()
         phases = stopwatch.seconds()
-    median = statistics.median(seconds)
     return {
-        "tokens_per_second": shape.batch * shape.microbatches * shape.sequence / median,
-        "median_step_seconds": median,
+        "tokens_per_second": shape.batch * shape.microbatches * shape.sequence / average(seconds),
+        "mean_step_seconds": statistics.fmean(seconds),
+        "median_step_seconds": statistics.median(seconds),
         "least_step_seconds": min(seconds),
         "first_step_seconds": first,
         "peak_memory_bytes": peak,

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import missing_extra
 from megatron.report.charts import PALETTE
 from tools.bench.common.figures import plain_axes, save
 from tools.bench.common.page_files import write_page
@@ -112,12 +111,15 @@ def _cell(row: SparseLinearRow) -> str:
     return ms if row.kernel == DENSE else f"{ms} ({row.ratio:.2f})"
 
 
-def _plot(file: Path, report: Report) -> None:
-    """Draw milliseconds over size, both logarithmic; a row per dtype, a column per pass."""
+def _plot(file: Path, report: Report) -> bool:
+    """Draw milliseconds over size, both logarithmic; a row per dtype, a column per pass.
+
+    Returns False if matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise missing_extra("matplotlib", "log") from None
+        return False
     figure = Figure(figsize=(10, 3.6 * len(report.dtypes)), dpi=130, layout="constrained")
     panels = figure.subplots(len(report.dtypes), len(PASSES), squeeze=False, sharey="row")
     for dtype, axes in zip(report.dtypes, panels, strict=True):
@@ -127,6 +129,7 @@ def _plot(file: Path, report: Report) -> None:
         axes[0].set_ylabel("ms")
         axes[0].legend(frameon=False, fontsize=9)
     save(figure, file)
+    return True
 
 
 def _panel(axis: Any, rows: Sequence[SparseLinearRow]) -> None:
