@@ -353,6 +353,14 @@ class BitmapIndex(BitmapIndexBase, BucketIndex):
         self._tally.replace(start, stop, selection.count)
         self._bits = None
 
+    def choose_again(self, start: int, selection: Selection) -> torch.Tensor:
+        # Whole blocks are counted: their entries outside the range stay as they are.
+        words = self._words[start // BLOCK : -(-(start + selection.n) // BLOCK)]
+        before, count = words.clone(), self.count(start, selection.n)
+        self.choose(start, selection)
+        held = self._kernels.count_blocks(before)
+        return (self._kernels.count_blocks(before & words) - held).sum() + count
+
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedBitmapIndex:
         runs: list[IndexRange] = []
         at = upto = 0
@@ -402,7 +410,13 @@ class BitmapIndex(BitmapIndexBase, BucketIndex):
             yield lo, hi, unpack(words)[lo - skipped : hi - skipped]
 
     def _count_on_device(self, start: int, stop: int) -> int:
-        return sum(int(chosen.sum()) for _, _, chosen in self.selected(start, stop - start))
+        first, last = -(-start // BLOCK), stop // BLOCK
+        edges, inside = [(start, stop)], 0
+        if first < last:
+            edges = [(start, first * BLOCK), (last * BLOCK, stop)]
+            inside = int(self._kernels.count_blocks(self._words[first:last]).sum())
+        pieces = [chosen for lo, hi in edges for _, _, chosen in self.selected(lo, hi - lo)]
+        return inside + sum(int(chosen.sum()) for chosen in pieces)
 
 
 def _marked(selection: Selection, start: int, stop: int) -> torch.Tensor:

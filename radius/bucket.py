@@ -13,7 +13,7 @@ import torch
 from megatron.data_parallel.bucket import GradBucket
 from megatron.data_parallel.norm import sum_of_squares
 from megatron.data_parallel.reducer import PerEntryState
-from megatron.sparse.selection import CHUNK, GivenSelection, Selection
+from megatron.sparse.selection import GivenSelection, Selection
 from radius.bucket_index import BucketIndex, SentIndex
 from radius.index import IndexPart, new_index
 from radius.residual import Residual, add_scaled, squares
@@ -182,7 +182,9 @@ class RadiusBucket:
         """Return an index of the bucket without selected entries."""
         return new_index(self.bucket.numel, self.bucket.grad.device, bits=self.bits)
 
-    def choose(self, part: IndexPart, selection: Selection, *, compare: bool) -> tuple[int, int]:
+    def choose(
+        self, part: IndexPart, selection: Selection, *, compare: bool
+    ) -> tuple[int, int | torch.Tensor]:
         """Select entries of a part.
 
         With `compare`, return how many entries of this rank were selected before, and how many of
@@ -192,13 +194,8 @@ class RadiusBucket:
         if not compare:
             self.index.choose(part.start, selection)
             return 0, 0
-        start = part.start // 8 * 8  # the start of a byte, which may belong to another part
-        before = self.index.packed(start, part.stop - start)
-        old = self.index.count(part.start, part.length)
-        self.index.choose(part.start, selection)
-        both = before & self.index.packed(start, part.stop - start)
-        outside = _ones(before) - old
-        return old, _ones(both) - outside
+        before = self.index.count(part.start, part.length)
+        return before, self.index.choose_again(part.start, selection)
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -261,7 +258,3 @@ class RadiusBucket:
 
 def _within(flat: torch.Tensor, part: IndexPart) -> torch.Tensor:
     return flat[part.start : part.stop]
-
-
-def _ones(bits: torch.Tensor) -> int:
-    return sum(int(np.unpackbits(part.numpy()).sum(dtype=np.int64)) for part in bits.split(CHUNK))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron.data_parallel.bucket import GradBucket
 from megatron.data_parallel.reducer import ReducerStats
@@ -15,6 +16,9 @@ from megatron.parallel.tensor_shard import ModelShard
 from radius.bucket import RadiusBucket
 from radius.memory import memory_note, radius_bytes
 from radius.schedule import RadiusSettings
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RadiusStats:
@@ -25,7 +29,8 @@ class RadiusStats:
 
     def __init__(self, settings: RadiusSettings, model_shard: ModelShard) -> None:
         self._settings, self._model_shard = settings, model_shard
-        self._sent = self._stored = self._chosen = self._kept = 0
+        self._sent = self._stored = self._chosen = 0
+        self._kept: int | torch.Tensor = 0
         self._tells_memory = False
         self._notes: list[str] = []
 
@@ -39,8 +44,11 @@ class RadiusStats:
             self._stored += bucket.numel
             self._sent += entries
 
-    def chose(self, bucket: GradBucket, before: int, kept: int) -> None:
-        """Record that `kept` of `before` selected entries were selected again."""
+    def chose(self, bucket: GradBucket, before: int, kept: int | torch.Tensor) -> None:
+        """Record that `kept` of `before` selected entries were selected again.
+
+        The next `stats` waits for a tensor (int64 []) of a GPU.
+        """
         if self._model_shard.owns(bucket):
             self._chosen += before
             self._kept += kept
@@ -72,7 +80,7 @@ class RadiusStats:
             self._notes = [note for note in (self._memory(buckets), *self._notes) if note]
         tells_norm = full and self._settings.residual != "none"
         waits = sum(own.squared_norm() for own in counted) if tells_norm and on else 0.0
-        mine = [self._sent, self._stored, self._chosen, self._kept, waits, on]
+        mine = [self._sent, self._stored, self._chosen, int(self._kept), waits, on]
         sent, stored, chosen, kept, waits, began = self._model_shard.total(mine)
         extra: dict[str, float] = {}
         if tells_norm and began:

@@ -38,6 +38,11 @@ def test_index_is_the_one_of_the_cpu(device: torch.device) -> None:
         index.choose(0, select_largest(mine[: length // 2], length // 5))
         index.choose(length // 2, draw_seeded(length // 2, 12345, seed=1, step=1, name="w"))
         index.choose(777_777, select_largest(mine[777_777:999_999], 1000))
+    again = [
+        int(index.choose_again(70_001, select_largest(mine[1:99_000], 9000)))
+        for index, mine in ((there, values), (here, values.to(device)))
+    ]
+    assert again[0] == again[1] > 0
     assert torch.equal(here.packed(0, length), there.packed(0, length))
     border = fitting(2**22, 2**20)
     ranges = [(5, 1_000_000), (border - 1, border + 5)]

@@ -112,6 +112,17 @@ def test_a_count_that_only_the_device_knows_is_asked_for() -> None:
     assert found.count is None and index.numel == index.count(64, 1000) == 400
 
 
+@pytest.mark.parametrize(("start", "length"), [(0, LENGTH), (1, 30), (1000, 2100), (3000, 2453)])
+def test_entries_chosen_again_are_counted(start: int, length: int) -> None:
+    """Entries of the same words outside the range are chosen before and after."""
+    index, model = filled()
+    chosen = torch.rand(length) < 0.5
+    both = model[start : start + length] & chosen
+    assert int(index.choose_again(start, GivenSelection(chosen))) == int(both.sum()) > 0
+    model[start : start + length] = chosen
+    assert_marks(index, model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_take_and_clear_leave_zeros(dtype: torch.dtype) -> None:
     index, model = filled()

@@ -216,3 +216,13 @@ def test_frozen_elsewhere_is_the_rule_on_the_sent_entries_alone(
     for found, expected, before in pairs:
         torch.testing.assert_close(found[chosen], expected, rtol=1e-6, atol=1e-7)
         assert torch.equal(found[~chosen], before[~chosen])
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 3000), (1, 30), (995, 2005)])
+def test_entries_chosen_again_are_counted(start: int, length: int) -> None:
+    index, before = filled(3000)
+    mask = torch.rand(length) < 0.5
+    both = before[start : start + length] & mask
+    assert index.choose_again(start, Chosen(mask)) == int(both.sum()) > 0
+    before[start : start + length] = mask
+    assert torch.equal(mask_of(index), before)
