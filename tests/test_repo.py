@@ -36,6 +36,7 @@ READS_ENVIRONMENT = (
     "megatron/fault_tolerance/flight_recorder.py",
     "megatron/launch.py",
     "tools/bench/common/netlab.py",
+    "tools/bench/gpu/launching.py",
     "tools/doctor_settings.py",
     "tools/evaluation/harness.py",
     "tools/golden_runs.py",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -115,7 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     # A signal that ends this tool, as from `timeout`, must end the ranks, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     names = options.cases or list(CASES)
     results: dict[str, dict[str, object]] = {}
     print(f"{'case':<26}{'ranks':>6}{'ms a step':>11}  losses", flush=True)
@@ -147,6 +145,7 @@ def run(case: RanksCase, folder: Path, *, smoke: bool) -> dict[str, object]:
             folder / f"{place}.log",
             on_cpu=on_cpu,
             by_mpi=case.by_mpi,
+            environment={"OMP_NUM_THREADS": "1"},
         )
         for place, on_cpu in places.items()
     }
