@@ -35,7 +35,10 @@ def test_gradient_paths_are_compared_with_dense_gradients(tmp_path: Path) -> Non
     device = torch.device("cpu")
     found = measure("paths355m", SMOKE, device=device, steps=2, peak_tflops=1.0, out=tmp_path)
     assert list(found["contenders"]) == [OURS, *PATHS]
-    assert "| paths355m | ours | " in table(tmp_path)
+    shown = table(tmp_path)
+    assert "| paths355m | ours | " in shown and "1.000" in shown and "aim" not in shown
+    losses = {name: one["losses"][1] for name, one in found["contenders"].items()}
+    assert len({*losses.values()}) == len(losses), "every path has begun"
     assert all(f"| paths355m | {name} |" in table(tmp_path) for name in PATHS)
 
 

@@ -29,7 +29,7 @@ section() {
   shift
   if [[ $name == pipeline || $name == ranks ]]; then seconds=$((2 * limit)); fi
   printf '== %s: %s\n' "$name" "$*"
-  timeout "$seconds" "$@" || failed+=("$name (exit $?)")
+  timeout -k 30 "$seconds" "$@" || failed+=("$name (exit $?)")
 }
 for name in "${sections[@]}"; do
   case $name in

@@ -42,16 +42,18 @@ SHAPES = {
     "paths355m": Shape(layers=24, hidden=1024, heads=16, sequence=1024, batch=16),
 }
 PATH_SECTIONS = ("paths355m",)
-SPARSE = "--radius-interval 10 --radius-start-iter 1"
 PATHS = {
-    "radius": f"--grad-path radius {SPARSE}",
-    "radius, rolling": f"--grad-path radius {SPARSE} --radius-schedule rolling",
+    "radius": "--grad-path radius --radius-start-iter 1 --radius-interval",
+    "radius, rolling": "--grad-path radius --radius-start-iter 1 --radius-schedule rolling "
+    "--radius-interval",
     "samo": "--grad-path samo --samo-sparsity 0.9 --samo-pruning random",
 }
 """Contenders of paths355m beside dense gradients, all without --compile.
 
-A rank alone sends nothing: these steps show what selecting, gathering and updating take.
+A rank alone sends nothing: these steps show what selecting, gathering and updating take. Their mean
+is over whole intervals, since a step that samples takes longer than others.
 """
+INTERVAL = 10
 MICROBATCHES = 4
 SMOKE = Shape(layers=2, hidden=64, heads=2, sequence=32, vocabulary=512, batch=2, microbatches=2)
 H200_PEAK_TFLOPS = 989.0
@@ -114,16 +116,25 @@ def measure(
         "contenders": {},
     }
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
-    contenders, average = _contenders, statistics.median
-    if section in PATH_SECTIONS:  # which have steps that take longer than others
-        contenders, average = _paths, statistics.fmean
-    for name, build in contenders(shape, groups, device, compiled=compiled):
+    built, average, warm = (
+        _contenders(shape, groups, device, compiled=compiled),
+        statistics.median,
+        4,
+    )
+    if section in PATH_SECTIONS:
+        interval = min(INTERVAL, steps)
+        built, average, warm = (
+            _paths(shape, groups, device, interval),
+            statistics.fmean,
+            interval + 1,
+        )
+    for name, build in built:
         with tempfile.TemporaryDirectory() as folder, _quiet(Path(folder) / "console"):
             if on_cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             contender = build(Path(folder))
-            found = _time(contender, shape, steps=steps, device=device, average=average)
+            found = _time(contender, shape, steps=steps, device=device, average=average, warm=warm)
             del contender
         torch.compiler.reset()
         gc.collect()
@@ -144,7 +155,8 @@ def table(folder: Path) -> str:
     lines += ["|---|---|---:|---:|---:|---:|---:|---|"]
     for file in sorted([*folder.glob("step*.json"), *folder.glob("paths*.json")]):
         report = json.loads(file.read_text(encoding="utf-8"))
-        peer = PLAIN_COMPILED if file.name.startswith("step") else OURS
+        is_path = report["section"] in PATH_SECTIONS
+        peer, targets = (OURS, {}) if is_path else (PLAIN_COMPILED, RATIO_TARGETS)
         plain = report["contenders"].get(peer, {}).get("tokens_per_second")
         for name, found in report["contenders"].items():
             ratio = found["tokens_per_second"] / plain if plain else None
@@ -152,7 +164,7 @@ def table(folder: Path) -> str:
             mfu = _against(found["mfu"], MFU_TARGETS.get(report["section"]), ".1%")
             lines.append(
                 f"| {report['section']} | {name} | {found['tokens_per_second']:,.0f} | {mfu} | "
-                f"{_against(ratio, RATIO_TARGETS.get(name), '.3f')} | "
+                f"{_against(ratio, targets.get(name), '.3f')} | "
                 f"{found['peak_memory_bytes'] / 2**30:.1f} | {found['first_step_seconds']:.1f} | "
                 f"{phases} |"
             )
@@ -189,10 +201,11 @@ def _contenders(
 
 
 def _paths(
-    shape: Shape, groups: ProcessGroups, device: torch.device, *, compiled: bool
+    shape: Shape, groups: ProcessGroups, device: torch.device, interval: int
 ) -> Iterator[tuple[str, Callable[[Path], Contender]]]:
     for name, more in {OURS: "", **PATHS}.items():
         extra = ["--compile", "false", *more.split()]
+        extra += [str(interval)] * more.endswith("-interval")
         yield (
             name,
             lambda folder, extra=extra: Ours(
@@ -214,15 +227,16 @@ def _time(
     steps: int,
     device: torch.device,
     average: Callable[[Sequence[float]], float],
+    warm: int,
 ) -> dict[str, Any]:
-    """Return the figures of a contender's steps after warm-up.
+    """Return the figures of a contender's steps after the first and `warm` more.
 
     Every step reads the loss, which waits for the GPU.
     """
     began = perf_counter()
     losses = [contender.step()]
     first = perf_counter() - began
-    for _ in range(min(4, steps)):
+    for _ in range(warm):
         losses.append(contender.step())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
