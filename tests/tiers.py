@@ -34,6 +34,7 @@ BY_THE_PROGRAM = {
     "tests/bench/test_training_runs.py::test_processes_tell_exit_codes_and_keep_what_was_said",
     "tests/bench/test_gpu_pipeline.py::test_a_run_that_fails_is_told",
     "tests/bench/test_gpu_pipeline.py::test_two_ranks_get_through_with_the_losses_of_one",
+    "tests/bench/test_gpu_ranks.py::test_a_program_that_is_not_there_is_told",
     "tests/bench/test_gpu_ranks.py::test_a_run_that_fails_is_told",
     "tests/bench/test_gpu_ranks.py::test_a_run_that_stands_still_is_ended",
     "tests/bench/test_gpu_ranks.py::test_two_ranks_learn_as_on_cpus",
