@@ -353,13 +353,13 @@ class BitmapIndex(BitmapIndexBase, BucketIndex):
         self._tally.replace(start, stop, selection.count)
         self._bits = None
 
-    def choose_again(self, start: int, selection: Selection) -> torch.Tensor:
+    def choose_again(self, start: int, selection: Selection) -> tuple[int, torch.Tensor]:
         # Whole blocks are counted: their entries outside the range stay as they are.
         words = self._words[start // BLOCK : -(-(start + selection.n) // BLOCK)]
         before, count = words.clone(), self.count(start, selection.n)
         self.choose(start, selection)
         held = self._kernels.count_blocks(before)
-        return (self._kernels.count_blocks(before & words) - held).sum() + count
+        return count, (self._kernels.count_blocks(before & words) - held).sum() + count
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedBitmapIndex:
         runs: list[IndexRange] = []

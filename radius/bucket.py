@@ -194,8 +194,7 @@ class RadiusBucket:
         if not compare:
             self.index.choose(part.start, selection)
             return 0, 0
-        before = self.index.count(part.start, part.length)
-        return before, self.index.choose_again(part.start, selection)
+        return self.index.choose_again(part.start, selection)
 
     # ---- state ---------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ class SentIndex(SparseIndex, Protocol):
 class BucketIndex(SentIndex, Protocol):
     """The entries selected in one bucket; none at first. Ranges are positions in the bucket.
 
-    The two subclasses differ in how they store positions. Methods with a body here use only those
-    without one.
+    The two subclasses differ in how they store positions. Methods with a body here use only
+    `selected` and `choose`.
     """
 
     def selected(self, start: int, length: int) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -39,17 +39,13 @@ class BucketIndex(SentIndex, Protocol):
         """Replace the selection in `[start, start + selection.n)`."""
         ...
 
-    def choose_again(self, start: int, selection: Selection) -> int | torch.Tensor:
-        """Choose, and return how many of the entries chosen before are chosen again.
+    def choose_again(self, start: int, selection: Selection) -> tuple[int, int | torch.Tensor]:
+        """Choose; return how many entries were selected before, and how many of these again.
 
-        On a GPU the result is an int64 [] tensor, for which the host has not waited.
+        A bitmap returns the second number as an int64 [] tensor, since it may be on a GPU, for
+        which the host does not wait.
         """
-        first = start // 8 * 8  # the start of a byte, which may belong to another range
-        length = start + selection.n - first
-        before = self.packed(first, length)
-        outside = _ones(before) - self.count(start, selection.n)
-        self.choose(start, selection)
-        return _ones(before & self.packed(first, length)) - outside
+        ...
 
     def count(self, start: int, length: int) -> int:
         """Return the number of selected entries in `[start, start + length)`."""
@@ -115,11 +111,3 @@ class BucketIndex(SentIndex, Protocol):
 
         bits = np.unpackbits(packed.numpy(), count=length).view(np.bool_)
         self.choose(start, GivenSelection(torch.from_numpy(bits)))
-
-
-def _ones(octets: torch.Tensor) -> int:
-    import numpy as np
-
-    return sum(
-        int(np.unpackbits(part.numpy()).sum(dtype=np.int64)) for part in octets.split(1 << 18)
-    )

@@ -260,6 +260,14 @@ class OffsetIndex(OffsetIndexBase, BucketIndex):
             first, last = _ranks(offsets, (lo - base, hi - base))
             flat[base : base + CHUNK].index_fill_(0, offsets[first:last].long(), 0.0)
 
+    def choose_again(self, start: int, selection: Selection) -> tuple[int, int]:
+        first = start // 8 * 8  # the start of a byte, which may belong to another range
+        length, count = start + selection.n - first, self.count(start, selection.n)
+        before = self.packed(first, length)
+        outside = _ones(before) - count
+        self.choose(start, selection)
+        return count, _ones(before & self.packed(first, length)) - outside
+
     def packed(self, start: int, length: int) -> torch.Tensor:
         """Return the selection in `[start, start + length)`: uint8, bit 7 first, as numpy packs."""
         out = torch.empty(-(-length // 8), dtype=torch.uint8)
@@ -353,3 +361,7 @@ def _cut(
             pieces.append(OffsetPiece(start, stop, at, offsets, runs))
             at += offsets.numel()
     return pieces, [IndexRange(lo, hi, places[lo]) for lo, hi in ranges if lo < hi]
+
+
+def _ones(bits: torch.Tensor) -> int:
+    return sum(int(np.unpackbits(part.numpy()).sum(dtype=np.int64)) for part in bits.split(CHUNK))

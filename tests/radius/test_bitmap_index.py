@@ -118,7 +118,9 @@ def test_entries_chosen_again_are_counted(start: int, length: int) -> None:
     index, model = filled()
     chosen = torch.rand(length) < 0.5
     both = model[start : start + length] & chosen
-    assert int(index.choose_again(start, GivenSelection(chosen))) == int(both.sum()) > 0
+    before, again = index.choose_again(start, GivenSelection(chosen))
+    assert before == int(model[start : start + length].sum())
+    assert int(again) == int(both.sum()) > 0
     model[start : start + length] = chosen
     assert_marks(index, model)
 

@@ -223,6 +223,8 @@ def test_entries_chosen_again_are_counted(start: int, length: int) -> None:
     index, before = filled(3000)
     mask = torch.rand(length) < 0.5
     both = before[start : start + length] & mask
-    assert index.choose_again(start, Chosen(mask)) == int(both.sum()) > 0
+    count, again = index.choose_again(start, Chosen(mask))
+    assert count == int(before[start : start + length].sum())
+    assert again == int(both.sum()) > 0
     before[start : start + length] = mask
     assert torch.equal(mask_of(index), before)
