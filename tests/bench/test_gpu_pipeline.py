@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,16 +27,12 @@ def test_a_run_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found == "failed with exit codes [2]" and "--num-layers" in capsys.readouterr().err
 
 
-def test_a_run_that_stands_still_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Recorded(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            started.append(self)
-
+def test_a_run_that_stands_still_is_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    started: list[subprocess.Popen[bytes]],
+) -> None:
     monkeypatch.setattr(gpu_pipeline, "SECONDS", 0.2)
-    monkeypatch.setattr("subprocess.Popen", Recorded)
     assert "stands still" in problem(CASES[1], tmp_path / "run", None, smoke=True)
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,16 +40,12 @@ def test_a_run_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--num-layers" in capsys.readouterr().err
 
 
-def test_a_run_that_stands_still_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Recorded(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            started.append(self)
-
+def test_a_run_that_stands_still_is_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    started: list[subprocess.Popen[bytes]],
+) -> None:
     monkeypatch.setattr(gpu_ranks, "SECONDS", 0.2)
-    monkeypatch.setattr("subprocess.Popen", Recorded)
     found = run(RanksCase(2), tmp_path / "run", smoke=True)
     assert found["verdict"] == "gpu: no step in 0.2 s"
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 4
@@ -76,24 +71,24 @@ def test_wrong_names_and_no_gpu_are_refused(
 
 
 def test_ranks_that_share_gpus_claim_hosts_of_their_own() -> None:
-    shared = [launching._variables(rank, 4, 2) for rank in range(4)]
+    shared = [launching._variables(rank, 4, ["2", "5"]) for rank in range(4)]
     assert [one["NCCL_HOSTID"] for one in shared] == ["host0", "host1", "host2", "host3"]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in shared] == ["0", "1", "0", "1"]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in shared] == ["2", "5", "2", "5"]
     assert {one["LOCAL_RANK"] + one["LOCAL_WORLD_SIZE"] for one in shared} == {"01"}
-    apart = [launching._variables(rank, 2, 0) for rank in range(2)]
+    apart = [launching._variables(rank, 2, []) for rank in range(2)]
     assert [one["LOCAL_RANK"] for one in apart] == ["0", "1"]
     assert not any("NCCL_HOSTID" in one for one in apart)
 
 
 def test_a_shell_gives_the_ranks_of_mpiexec_hosts_and_gpus() -> None:
     told = subprocess.run(
-        ["sh", "-c", launching._AS_A_HOST, "2", "env"],
+        ["sh", "-c", launching._as_a_host(["2", "5"]), "sh", "env"],
         env={"PATH": os.environ["PATH"], "PMI_RANK": "3"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
-    assert "NCCL_HOSTID=host3" in told and "CUDA_VISIBLE_DEVICES=1" in told
+    assert "NCCL_HOSTID=host3" in told and "CUDA_VISIBLE_DEVICES=5" in told
 
 
 def test_every_gradient_path_is_a_case() -> None:

@@ -26,11 +26,6 @@ _SOCKETS = {
     "NCCL_IB_DISABLE": "1",
     "NCCL_MNNVL_ENABLE": "0",
 }
-_AS_A_HOST = (
-    'rank=$OMPI_COMM_WORLD_RANK$PMI_RANK; NCCL_HOSTID="host$rank" '
-    'CUDA_VISIBLE_DEVICES=$((rank % $0)) exec "$@"'
-)
-"""Starts a rank of mpiexec (Open MPI or MPICH) as a host of its own; $0 is the number of GPUs."""
 
 
 def start(
@@ -46,21 +41,21 @@ def start(
 
     Both streams go to `log`. Raises OSError if a program is not there.
     """
-    gpus = 0 if on_cpu else torch.cuda.device_count()
-    port, shared = _free_port(), 0 < gpus < ranks
+    gpus = [] if on_cpu else _visible()
+    port, shared = _free_port(), gpus if len(gpus) < ranks else []
     program = [sys.executable, str(REPO / "pretrain_gpt.py"), *flags.split()]
     program += ["--device", "cpu"] * on_cpu
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= dict(environment or {}) | (_SOCKETS if shared else {})
     if by_mpi:
         common |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        as_a_host = ["sh", "-c", _AS_A_HOST, str(gpus)] * shared
+        as_a_host = ["sh", "-c", _as_a_host(shared), "sh"] if shared else []
         program = ["mpiexec", "-n", str(ranks), *as_a_host, *program]
     with log.open("w", encoding="utf-8") as file:
         return [
             subprocess.Popen(
                 program,
-                env=common if by_mpi else common | _variables(rank, ranks, gpus if shared else 0),
+                env=common if by_mpi else common | _variables(rank, ranks, shared),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a group, so that ranks of mpiexec can be killed, too
@@ -100,15 +95,29 @@ def kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _variables(rank: int, ranks: int, shared: int) -> dict[str, str]:
-    """Return torchrun's variables of a rank; ranks share so many GPUs, or none."""
+def _visible() -> list[str]:
+    """Return the GPUs that the user lets this process see, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",")[:count] if named else [str(number) for number in range(count)]
+
+
+def _as_a_host(shared: Sequence[str]) -> str:
+    """Return a shell's line that starts a rank of mpiexec (Open MPI or MPICH) on a shared GPU."""
+    gpu = f"$(echo {','.join(shared)} | cut -d, -f$((rank % {len(shared)} + 1)))"
+    rank = "rank=$OMPI_COMM_WORLD_RANK$PMI_RANK"
+    return f'{rank}; NCCL_HOSTID="host$rank" CUDA_VISIBLE_DEVICES={gpu} exec "$@"'
+
+
+def _variables(rank: int, ranks: int, shared: Sequence[str]) -> dict[str, str]:
+    """Return torchrun's variables of a rank; `shared` are the GPUs that ranks share, if any."""
     variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     if shared:
         return variables | {
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "NCCL_HOSTID": f"host{rank}",
-            "CUDA_VISIBLE_DEVICES": str(rank % shared),
+            "CUDA_VISIBLE_DEVICES": shared[rank % len(shared)],
         }
     return variables | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
 

@@ -43,15 +43,15 @@ SHAPES = {
 }
 PATH_SECTIONS = ("paths355m",)
 PATHS = {
-    "radius": "--grad-path radius --radius-start-iter 1 --radius-interval",
-    "radius, rolling": "--grad-path radius --radius-start-iter 1 --radius-schedule rolling "
-    "--radius-interval",
+    "radius": "--grad-path radius --radius-start-iter 1 --radius-interval {interval}",
+    "radius, rolling": "--grad-path radius --radius-start-iter 1 --radius-interval {interval} "
+    "--radius-schedule rolling",
     "samo": "--grad-path samo --samo-sparsity 0.9 --samo-pruning random",
 }
 """Contenders of paths355m beside dense gradients, all without --compile.
 
 A rank alone sends nothing: these steps show what selecting, gathering and updating take. Their mean
-is over whole intervals, since a step that samples takes longer than others.
+is over whole intervals, since a step that resamples takes longer than others.
 """
 INTERVAL = 10
 MICROBATCHES = 4
@@ -116,19 +116,13 @@ def measure(
         "contenders": {},
     }
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
-    built, average, warm = (
-        _contenders(shape, groups, device, compiled=compiled),
-        statistics.median,
-        4,
-    )
+    contenders = _contenders(shape, groups, device, compiled=compiled)
+    average, warm = statistics.median, 4
     if section in PATH_SECTIONS:
         interval = min(INTERVAL, steps)
-        built, average, warm = (
-            _paths(shape, groups, device, interval),
-            statistics.fmean,
-            interval + 1,
-        )
-    for name, build in built:
+        contenders = _paths(shape, groups, device, interval)
+        average, warm = statistics.fmean, interval + 1
+    for name, build in contenders:
         with tempfile.TemporaryDirectory() as folder, _quiet(Path(folder) / "console"):
             if on_cuda:
                 torch.cuda.empty_cache()
@@ -204,8 +198,7 @@ def _paths(
     shape: Shape, groups: ProcessGroups, device: torch.device, interval: int
 ) -> Iterator[tuple[str, Callable[[Path], Contender]]]:
     for name, more in {OURS: "", **PATHS}.items():
-        extra = ["--compile", "false", *more.split()]
-        extra += [str(interval)] * more.endswith("-interval")
+        extra = ["--compile", "false", *more.format(interval=interval).split()]
         yield (
             name,
             lambda folder, extra=extra: Ours(
