@@ -23,7 +23,8 @@ _WARPS = 8
 _MOVED, _MOVING_WARPS = 2, 4
 """Blocks and warps per program of the kernels that move chosen entries.
 
-Of 1, 2 and 4 blocks with 4 and 8 warps, these take the least time on an H200.
+Of 1, 2 and 4 blocks with 4 and 8 warps, these take the least time on an H200
+(`tools/bench/gpu/h200/selection.txt`).
 """
 _ENTRIES = GROUP * BLOCK
 """Entries per program."""
