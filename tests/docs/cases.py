@@ -125,6 +125,8 @@ CASES: dict[str, PageCase] = {
     "pretrain_gpt.py --help": PageCase(typed="python {}"),
     # ---- memory ---------------------------------------------------------------------------------
     "python -m tools.bench.low_memory.strategies": PageCase(typed="{} --model gpt"),
+    # ---- GPUs, played by CPUs -------------------------------------------------------------------
+    "python -m tools.bench.gpu.ranks": PageCase(typed="{} dense --smoke"),
     # ---- a task of the reader ------------------------------------------------------------------
     "python pretrain_circle.py": PageCase(instead={"--train-iters 200": "--train-iters 4"}),
     "ENTRY=pretrain_circle.py": PageCase(instead={"--train-iters 200": "--train-iters 4"}),
