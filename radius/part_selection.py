@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from megatron.parallel.tensor_shard import ModelShard
-from megatron.sparse.selection import Candidates, GivenSelection, Selection, select_largest_each
+from megatron.sparse.counting import Candidates
+from megatron.sparse.selection import GivenSelection, Selection, select_largest_each
 from megatron.transfer import to_device
 from radius.bucket import RadiusBucket
 from radius.index import IndexPart

@@ -29,8 +29,10 @@ from triton.runtime.jit import (  # pyright: ignore[reportMissingImports]
 import radius.kernels
 import samo.kernels
 from megatron.sparse import kernels as sparse
+from megatron.sparse import selection
+from megatron.sparse.counting import DTYPES, Candidates
+from megatron.sparse.counting_kernels import KernelCounter
 from megatron.sparse.reference import BLOCK, GROUP, Bits
-from megatron.sparse.selection import DTYPES
 from megatron.sparse.shard import FlatShard
 from megatron.tensor_parallel import cross_entropy_kernels
 
@@ -94,6 +96,7 @@ def recorded() -> list[KernelLaunch]:
     with mock.patch.object(JITFunction, "run", record):
         for dtype in DTYPES:
             launch_choosing(dtype)
+            launch_counting(dtype)
             launch_moving(dtype)
             launch_compressing(dtype)
             launch_cross_entropy(dtype)
@@ -122,13 +125,19 @@ def launch_choosing(dtype: torch.dtype) -> None:
     long = [bucket[:1].expand(LONG)] if dtype == torch.float32 else []
     for values in (bucket[:-1], bucket[1:], *long):
         numel = values.numel()
-        kind = torch.int32 if numel < LONG else torch.int64
-        sparse.add_histogram(values, torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=kind))
         for shard in (FlatShard(numel, numel), FlatShard(numel, 2 * numel, row=8, stride=16)):
-            sparse.add_tie_counts(values, number.int(), number.bool(), shard, number)
-            sparse.mark_ties(values, number.int(), number, shard, number)
             sparse.write_bits(words, 64, values, number.int(), number, shard)
     sparse.count_blocks(words)
+
+
+def launch_counting(dtype: torch.dtype) -> None:
+    """Launch with counts of 32 bits, and of the 64 bits of longer tensors and of sums of ranks."""
+    one = Candidates(torch.zeros(BLOCK, dtype=dtype), 1, FlatShard(BLOCK, BLOCK))
+    for kind in (torch.int32, torch.int64):
+        counter = KernelCounter([one])
+        counter._kind = kind
+        with mock.patch.object(selection, "_counter", lambda batch, counter=counter: counter):
+            list(selection._by_counting([one], None, sampled=True))
 
 
 def launch_moving(dtype: torch.dtype) -> None:

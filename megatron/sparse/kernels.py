@@ -1,4 +1,4 @@
-"""Triton kernels that choose entries: histograms of magnitudes, counts of ties, and bitmaps.
+"""Triton kernels for bitmaps of chosen entries.
 
 `reference.py` has the same functions in plain torch. Kernels elsewhere use `launch_moving` and
 `chosen_entries` to move chosen entries: the bitmap words of a program's blocks and the number of
@@ -14,7 +14,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from megatron.sparse.reference import BINS, BLOCK, GROUP, TIE_BLOCK, WORDS, Bits
+from megatron.sparse.reference import BLOCK, GROUP, WORDS, Bits
 
 if TYPE_CHECKING:
     from megatron.sparse.shard import FlatShard
@@ -28,8 +28,8 @@ Of 1, 2 and 4 blocks with 4 and 8 warps, these take the least time on an H200
 """
 _ENTRIES = GROUP * BLOCK
 """Entries per program."""
-# Specialising on lengths, places, or the alignment of single numbers and of counts, which lie in
-# rows of tensors, would compile kernels for each part of each tensor.
+# Specialising on lengths, places, or the alignment of single numbers, which lie in rows of tensors,
+# would compile kernels for each part of each tensor.
 
 
 def launch(
@@ -57,50 +57,6 @@ def launch_over(
 def launch_moving(kernel: Any, bits: Bits, blocks: int, *arguments: Any, **options: Any) -> None:
     """Launch a kernel that moves the chosen entries of a bitmap's blocks."""
     launch_over(kernel, _MOVED, bits, blocks, *arguments, warps=_MOVING_WARPS, **options)
-
-
-def add_histogram(values: torch.Tensor, bracket: torch.Tensor, counts: torch.Tensor) -> None:
-    """Count as `reference.add_histogram` does; an empty bracket costs a launch and no reading."""
-    numel = values.numel()
-    sizes = {"BINS": BINS, "ENTRIES": _ENTRIES}
-    launch(_histogram, -(-numel // _ENTRIES), values, bracket, counts, numel, 0, **sizes)
-
-
-def add_tie_counts(
-    values: torch.Tensor,
-    threshold: torch.Tensor,
-    wanted: torch.Tensor,
-    shard: FlatShard,
-    counts: torch.Tensor,
-) -> None:
-    """Count as `reference.add_tie_counts` does; nothing is read unless `wanted`."""
-    _launch_ties(_tie_counts, values, threshold, wanted, counts, shard)
-
-
-def mark_ties(
-    values: torch.Tensor,
-    threshold: torch.Tensor,
-    block: torch.Tensor,
-    shard: FlatShard,
-    marks: torch.Tensor,
-) -> None:
-    """Mark as `reference.mark_ties` does; only entries that may be in the block are read."""
-    _launch_ties(_mark_ties, values, threshold, block, marks, shard)
-
-
-def _launch_ties(
-    kernel: Any,
-    values: torch.Tensor,
-    threshold: torch.Tensor,
-    which: torch.Tensor,
-    out: torch.Tensor,
-    shard: FlatShard,
-) -> None:
-    numel = values.numel()
-    where = (shard.row, shard.stride, shard.offset, shard.first)
-    sizes = {"TIE_BLOCK": TIE_BLOCK, "ENTRIES": _ENTRIES}
-    programs = -(-numel // _ENTRIES)
-    launch(kernel, programs, values, threshold, which, out, numel, *where, 0, **sizes)
 
 
 def write_bits(
@@ -142,112 +98,14 @@ def count_blocks(words: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-# `apart` is always 0, unknown to Triton, which then assumes scattered entries and assigns
-# neighbouring ones to neighbouring threads instead of four in a row to each thread. Loads are as
-# fast, and the stores need no exchange between threads.
-
-
 @triton.jit
-def _magnitudes(values, at, numel):
-    """Return the bits of |x| as fp32 of entries `at`, int32; -1 from entry `numel` on."""
-    found = tl.load(values + at, mask=at < numel, other=0.0)
-    return tl.where(at < numel, _magnitude(found), -1)
-
-
-@triton.jit
-def _magnitude(value):
+def magnitude_bits(value):
     """Return the bits of |x| as fp32, int32, as `reference.magnitudes` does."""
     if value.dtype == tl.bfloat16:  # a conversion may lose denormal numbers
         bits = value.to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
     return bits & 0x7FFFFFFF
-
-
-@triton.jit(
-    do_not_specialize=["numel", "apart"], do_not_specialize_on_alignment=["bracket", "counts"]
-)
-def _histogram(values, bracket, counts, numel, apart, BINS: tl.constexpr, ENTRIES: tl.constexpr):
-    first, last = tl.load(bracket).to(tl.int32), tl.load(bracket + 1).to(tl.int32)
-    shift = tl.load(bracket + 2).to(tl.int32)
-    if first <= last:
-        begin = tl.program_id(0).to(tl.int64) * ENTRIES
-        left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
-        magnitude = _magnitudes(values + begin, tl.arange(0, ENTRIES) + apart, left)
-        kind = counts.dtype.element_ty
-        above = tl.sum((magnitude > last).to(tl.int32), axis=0)
-        tl.atomic_add(counts + BINS, above.to(kind), sem="relaxed")
-        # Millions of atomic additions to the counter of zeros would be serialized.
-        if first == 0:
-            zeros = tl.sum((magnitude == 0).to(tl.int32), axis=0)
-            tl.atomic_add(counts, zeros.to(kind), sem="relaxed")
-        inside = (magnitude >= tl.maximum(first, 1)) & (magnitude <= last)
-        one = tl.full((ENTRIES,), 1, kind)
-        tl.atomic_add(counts + ((magnitude - first) >> shift), one, mask=inside, sem="relaxed")
-
-
-@triton.jit(
-    do_not_specialize=["numel", "row", "stride", "offset", "skipped", "apart"],
-    do_not_specialize_on_alignment=["threshold", "wanted", "counts"],
-)
-def _tie_counts(
-    values,
-    threshold,
-    wanted,
-    counts,
-    numel,
-    row,
-    stride,
-    offset,
-    skipped,
-    apart,
-    TIE_BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    if tl.load(wanted):
-        begin = tl.program_id(0).to(tl.int64) * ENTRIES
-        left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
-        at = tl.arange(0, ENTRIES) + apart
-        tied = _magnitudes(values + begin, at, left) == tl.load(threshold)
-        place = begin + skipped + at
-        logical = place // row * stride + place % row + offset
-        one = tl.full((ENTRIES,), 1, tl.int64)
-        tl.atomic_add(counts + logical // TIE_BLOCK, one, mask=tied, sem="relaxed")
-
-
-@triton.jit(
-    do_not_specialize=["numel", "row", "stride", "offset", "skipped", "apart"],
-    do_not_specialize_on_alignment=["threshold", "block", "marks"],
-)
-def _mark_ties(
-    values,
-    threshold,
-    block,
-    marks,
-    numel,
-    row,
-    stride,
-    offset,
-    skipped,
-    apart,
-    TIE_BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    begin = tl.program_id(0).to(tl.int64) * ENTRIES
-    left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
-    first = tl.load(block) * TIE_BLOCK
-    lowest, highest = begin + skipped, begin + skipped + left - 1
-    # Places ascend with entries.
-    starts = lowest // row * stride + lowest % row + offset
-    ends = highest // row * stride + highest % row + offset
-    if (ends >= first) & (starts < first + TIE_BLOCK):
-        at = tl.arange(0, ENTRIES) + apart
-        tied = _magnitudes(values + begin, at, left) == tl.load(threshold)
-        place = lowest + at
-        within = place // row * stride + place % row + offset - first
-        one = tl.full((ENTRIES,), 1, tl.int64)
-        inside = tied & (within >= 0) & (within < TIE_BLOCK)
-        tl.store(marks + within, one, mask=inside)
 
 
 @triton.jit(
@@ -283,7 +141,7 @@ def _write_bits(
         found = tl.load(values + begin + at)
     else:
         found = tl.load(values + begin + at, mask=(at >= lowest) & (at < left), other=0.0)
-    magnitude = _magnitude(found)
+    magnitude = magnitude_bits(found)
     limit, before = tl.load(threshold), tl.load(cutoff)
     if IS_RUN:
         early = at < tl.maximum(tl.minimum(before - offset - begin, ENTRIES), 0).to(tl.int32)

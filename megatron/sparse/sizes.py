@@ -16,6 +16,8 @@ SAMPLE = 1 << 18
 A sample narrows the bracket that is counted, as atomic additions to counters cost more than reading
 the entries.
 """
+BATCH = 16
+"""Tensors counted together on a GPU; counts and intermediate results take 2 MiB of each."""
 TOGETHER = 1 << 17
 """Largest sharded tensor that is cheaper to send whole than as two histograms, in entries."""
 

@@ -7,60 +7,101 @@ Run as a program they run one after the other on the CPU, by Triton's interprete
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from itertools import product
+from unittest import mock
 
 import torch
 
-from megatron.sparse import kernels, reference, selection
-from megatron.sparse.reference import BINS, BLOCK, GROUP, TIE_BLOCK
-from megatron.sparse.selection import DTYPES, Candidates
+from megatron.sparse import counting, kernels, reference, selection
+from megatron.sparse.counting import DTYPES, Candidates, Counter, TorchCounter
+from megatron.sparse.counting_kernels import KernelCounter
+from megatron.sparse.reference import BLOCK, GROUP
+from megatron.sparse.selection import select_largest_each
 from megatron.sparse.shard import FlatShard
+from megatron.sparse.sizes import BATCH
 from tests.triton_process import compare_all
 
+NUMEL = 20000
+SHARDS = (
+    FlatShard(NUMEL, NUMEL),
+    FlatShard(NUMEL, 10 * NUMEL, offset=5 * NUMEL),
+    FlatShard(NUMEL, 10 * NUMEL, row=20, stride=200, offset=40),
+    FlatShard(NUMEL, 201000, row=20, stride=200, offset=-9, first=13),
+    # Runs of 100 entries; the entries between them are another rank's.
+    FlatShard(NUMEL, 2 * NUMEL, runs=(torch.arange(200) * 100, torch.arange(200) * 200)),
+)
 
-def compare_counting(device: torch.device) -> None:
-    for dtype in DTYPES:
-        _compare_counting(device, dtype)
 
-
-def _compare_counting(device: torch.device, dtype: torch.dtype) -> None:
-    values = (torch.randn(20000, device=device) * 1e-3).to(dtype)
+def assorted(device: torch.device, dtype: torch.dtype) -> list[Candidates]:
+    """Return a batch of tensors with ties, zeros and denormal numbers; some samples mislead."""
+    values = (torch.randn(NUMEL, device=device) * 1e-3).to(dtype)
     values[:3000] = 0
     values[5000:5100] = 0.25
     values[6000:7000] *= 1e-4 if dtype == torch.float16 else 1e-36  # denormal in part
-    one = torch.ones((), dtype=torch.bool, device=device)
-    quarter = torch.tensor(0.25, device=device).view(torch.int32)
-    for bracket in ((0, 0x7FFFFFFF, 15), (0x38000000, 0x3AFFFFFF, 10), (0x3E800000, 0x3E80FFFF, 0)):
-        numbers = torch.tensor(bracket, device=device)
-        for kind in (torch.int32, torch.int64):
-            found = torch.ones(BINS + 1, dtype=kind, device=device)
-            wanted = found.cpu()
-            kernels.add_histogram(values, numbers, found)
-            reference.add_histogram(values.cpu().float(), numbers.cpu(), wanted)
-            assert torch.equal(found.cpu(), wanted) and found.sum() > BINS + 1
-    found = torch.zeros(BINS + 1, dtype=torch.int32, device=device)
-    kernels.add_histogram(values, torch.tensor((1, 0, 0), device=device), found)
-    assert not found.any()
-    for shard in (
-        FlatShard(20000, 20000),
-        FlatShard(20000, 200000, offset=100000),
-        FlatShard(20000, 200000, row=20, stride=200, offset=40),
-        FlatShard(20000, 201000, row=20, stride=200, offset=-9, first=13),
-    ):
-        blocks = -(-shard.total // TIE_BLOCK)
-        found = torch.zeros(blocks, dtype=torch.int64, device=device)
-        kernels.add_tie_counts(values, quarter, ~one, shard, found)
-        assert not found.any()
-        kernels.add_tie_counts(values, quarter, one, shard, found)
-        wanted = torch.zeros(blocks, dtype=torch.int64)
-        reference.add_tie_counts(values.cpu().float(), quarter.cpu(), one.cpu(), shard, wanted)
-        assert torch.equal(found.cpu(), wanted) and found.sum() == 100
-        for block in range(blocks):
-            number = torch.tensor(block, device=device)
-            marks = torch.zeros(TIE_BLOCK, dtype=torch.int64, device=device)
-            kernels.mark_ties(values, quarter, number, shard, marks)
-            expected = torch.zeros(TIE_BLOCK, dtype=torch.int64)
-            reference.mark_ties(values.cpu().float(), quarter.cpu(), number.cpu(), shard, expected)
-            assert torch.equal(marks.cpu(), expected) and marks.sum() == wanted[block]
+    misleading = values.clone()
+    misleading[:: NUMEL // 64 | 1] = 1e-7
+    found = [Candidates(values, k, shard) for shard in SHARDS for k in (50, 8000)]
+    found += [Candidates(misleading, k, SHARDS[0]) for k in (0, 7000, NUMEL)]
+    short = [FlatShard(numel, 9000) for numel in (0, 1, 4500)]
+    found += [Candidates(values[3 : 3 + shard.numel], 1, shard) for shard in short]
+    assert len(found) == BATCH
+    return found
+
+
+def halves(device: torch.device) -> list[list[Candidates]]:
+    """Return the batches of two ranks, each of which has every other row of a tensor."""
+    whole = torch.randint(-9, 10, (NUMEL // 100, 2, 100), device=device).float()
+    shards = [FlatShard(NUMEL, 2 * NUMEL, row=100, stride=200, offset=100 * r) for r in range(2)]
+    return [
+        [Candidates(whole[:, rank].flatten(), k, shard) for k in (1, 9000, 2 * NUMEL - 1)]
+        for rank, shard in enumerate(shards)
+    ]
+
+
+def compare_counting(device: torch.device) -> None:
+    """Each step beside plain torch's: a full batch, one tensor, and shards of two ranks."""
+    with mock.patch.object(counting, "SAMPLE", 64):
+        for dtype, sampled in product(DTYPES, (False, True)):
+            _compare_steps([assorted(device, dtype)], sampled=sampled)
+        _compare_steps([assorted(device, torch.float32)[:1]], sampled=True)
+        _compare_steps(halves(device), sampled=True)
+
+
+def _compare_steps(batches: Sequence[Sequence[Candidates]], *, sampled: bool) -> None:
+    """Select on every rank by kernels and by torch; counts must be equal after each step."""
+    by_kernels = [KernelCounter(batch) for batch in batches]
+    by_torch = [TorchCounter(batch) for batch in batches]
+    counters: list[Counter] = [*by_kernels, *by_torch]
+    cut = torch.ones(())
+
+    def sums(count: Callable[[Counter], torch.Tensor]) -> torch.Tensor:
+        """Return the counts summed over the ranks, as 32-bit integers where the kernels do so."""
+        found = [count(counter) for counter in by_kernels]
+        for mine, counter in zip(found, by_torch, strict=True):
+            assert torch.equal(mine * cut, count(counter) * cut)
+        return found[0] if len(found) == 1 else torch.stack(found).sum(0)
+
+    def take(step: Callable[[Counter, torch.Tensor], object], counts: torch.Tensor) -> None:
+        for counter in counters:
+            step(counter, counts.long() if counter in by_torch else counts)
+
+    if sampled:
+        take(lambda counter, seen: counter.narrow(seen), sums(lambda c: c.count_sample()))
+    counts, again = sums(lambda c: c.count()), None
+    if sampled:
+        take(lambda counter, narrow: counter.widen(narrow), counts)
+        again = sums(lambda c: c.count_again())
+        assert again[0].sum() == 0
+    take(lambda counter, mine: counter.zoom(mine, again), counts)
+    take(lambda counter, exact: counter.find_thresholds(exact), sums(lambda c: c.count()))
+    cut = by_torch[0]._cut.long()  # other ties are not counted
+    take(lambda counter, ties: counter.find_blocks(ties), sums(lambda c: c.count_ties()))
+    take(lambda counter, marks: counter.find_cutoffs(marks), sums(lambda c: c.mark_ties()))
+    for mine, wanted in zip(by_kernels, by_torch, strict=True):
+        assert torch.equal(mine.thresholds, wanted.thresholds)
+        assert torch.equal(mine.cutoffs, wanted.cutoffs)
+    assert bool(cut.any())
 
 
 def compare_bit_writing(device: torch.device) -> None:
@@ -87,36 +128,25 @@ def compare_bit_writing(device: torch.device) -> None:
 
 
 def compare_selection(device: torch.device) -> None:
-    """The whole way, a sample first, beside a sort; also where the sample misleads."""
-    size, chooser = selection.SAMPLE, selection._kernels
-    selection.SAMPLE, selection._kernels = 64, lambda values: kernels
-    try:
-        values = torch.randn(6000, device=device)
-        misleading = values.clone()
-        misleading[:: 6000 // 64 | 1] = 1e-9
-        equal = torch.ones(6000, device=device)
-        for case, k in (
-            (values, 2000),
-            (values, 1),
-            (misleading, 3000),
-            (values.bfloat16(), 2000),
-            (misleading.half(), 3000),
-            (equal, 77),
-            (equal, 6000),
-        ):
-            one = Candidates(case, k, FlatShard(case.numel(), case.numel()))
-            other = Candidates(values[:5000], 17, FlatShard(5000, 5000))
-            _, largest, _ = selection._by_counting([other, one, other], None, sampled=True)
-            found = largest.positions()
-            order = torch.sort(case.cpu().abs(), descending=True, stable=True).indices
-            assert torch.equal(found.cpu().long(), order[:k].sort().values), k
-    finally:
-        selection.SAMPLE, selection._kernels = size, chooser
+    """Selections from more tensors than a batch has, of all dtypes, beside a sort."""
+    with (
+        mock.patch.object(counting, "SAMPLE", 64),
+        mock.patch.object(selection, "SAMPLE", 64),
+        mock.patch.object(selection, "FEW", 0),
+        mock.patch.object(selection, "_counter", KernelCounter),
+    ):
+        whole = FlatShard(NUMEL, NUMEL)
+        drawn = [torch.randn(NUMEL, device=device) for _ in range(BATCH + 2)]
+        drawn += [torch.ones(NUMEL, device=device), torch.randn(NUMEL, device=device).bfloat16()]
+        drawn.insert(2, torch.randn(NUMEL, device=device).half())
+        tensors = [Candidates(each, 77 * i, whole) for i, each in enumerate(drawn)]
+        for one, found in zip(tensors, select_largest_each(tensors), strict=True):
+            order = torch.sort(one.values.cpu().abs(), descending=True, stable=True).indices
+            assert torch.equal(found.positions().cpu().long(), order[: one.k].sort().values)
 
 
 COMPARISONS = (compare_counting, compare_bit_writing, compare_selection)
 
 
 if __name__ == "__main__":
-    assert TIE_BLOCK > BLOCK
     sys.exit(compare_all(COMPARISONS))

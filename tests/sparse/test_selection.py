@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,16 +17,17 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel.tensor_shard import TensorShard
-from megatron.sparse import selection
+from megatron.sparse import counting, selection
+from megatron.sparse.counting import Candidates
 from megatron.sparse.reference import CHUNK, TIE_BLOCK
 from megatron.sparse.selection import (
     DRAWN_BLOCK,
-    Candidates,
     draw_seeded,
     select_largest,
     select_largest_each,
 )
 from megatron.sparse.shard import FlatShard
+from tests.triton_process import needs_triton
 
 DENORMAL = 1e-40
 HALF = (torch.bfloat16, torch.float16)
@@ -128,20 +128,16 @@ def test_positions_of_a_range_are_counted_from_its_start() -> None:
 @pytest.mark.parametrize("misleading", [False, True])
 def test_a_sample_changes_nothing(monkeypatch: pytest.MonkeyPatch, misleading: bool) -> None:
     """A GPU looks at a sample first; the sample may contradict the rest of the values."""
-    monkeypatch.setattr(selection, "SAMPLE", 100)
-    passes = []
-    monkeypatch.setattr(
-        selection._Counter,
-        "_sum",
-        lambda self, counts: passes.append(int(counts.sum())),
-    )
+    monkeypatch.setattr(counting, "SAMPLE", 100)
     values = torch.randn(30_000)
     if misleading:
         values[:: (30_000 // 100) | 1] = 1e-9
     for k in (0, 1, 12_000, 30_000):
-        passes.clear()
+        passes: list[int] = []
         one = Candidates(values, k, FlatShard(30_000, 30_000))
-        (found,) = selection._by_counting([one], None, sampled=True)
+        (found,) = selection._by_counting(
+            [one], lambda counts, passes=passes: passes.append(int(counts.sum())), sampled=True
+        )
         assert torch.equal(found.positions().long(), largest_by_sorting(values, k))
         if k == 12_000:
             again = passes[2]  # counted in the pass over everything
@@ -381,7 +377,7 @@ def assorted(seed: int) -> list[Candidates]:
 def test_tensors_selected_from_together_are_those_selected_from_alone(
     seed: int, sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "SAMPLE", 100)
+    monkeypatch.setattr(counting, "SAMPLE", 100)
     tensors = assorted(seed)
     together = selection._by_counting(tensors, None, sampled=sampled)
     alone = select_largest_each(tensors)
@@ -419,37 +415,39 @@ def test_cut_tensors_are_selected_from_together(monkeypatch: pytest.MonkeyPatch)
     assert sums[1] == sums[3]
 
 
-def test_operations_hardly_grow_with_the_number_of_tensors(
+class DeviceOperations(TorchDispatchMode):
+    """A mode that counts operations of a device, of which views are none."""
+
+    number = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@needs_triton
+def test_operations_do_not_grow_with_the_number_of_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The number of kernel launches alone grows: four passes, a sample, a tie check per tensor."""
-    passes: list[str] = []
-    kernels = ("add_histogram", "add_tie_counts", "mark_ties")
-    silent = {
-        name: (lambda *_, name=name: passes.append(name)) for name in kernels
-    }  # launches that no torch operation shows
-    monkeypatch.setattr(selection, "_kernels", lambda values: SimpleNamespace(**silent))
+    """The kernels of a batch are launched once for all of its tensors."""
+    from megatron.sparse import counting_kernels
 
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            found = func(*args, **(kwargs or {}))
-            # A view is not an operation of the device.
-            self.operations += not func.is_view
-            return found
+    launches: list[str] = []
 
-    counted = {}
+    def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+        launches.append(kernel.__name__)
+
+    monkeypatch.setattr(counting_kernels, "launch", launch)
+    monkeypatch.setattr(selection, "_counter", counting_kernels.KernelCounter)
+    counted = set()
     for count in (1, 2, 16):
-        passes.clear()
+        launches.clear()
         batch = [Candidates(torch.randn(30_000), 10_000, FlatShard(30_000, 30_000))] * count
-        mode = Count()
-        mode.operations = 0
-        # A GPU has no shortcut for tensors without ties.
-        monkeypatch.setattr(selection._Counter, "_has_ties", lambda self, cut: True)
-        with mode:
-            list(selection._by_counting(batch, None, sampled=True))
-        assert len(passes) == 6 * count
-        counted[count] = mode.operations
-    assert counted[16] - counted[2] == 14 * (counted[2] - counted[1])
-    assert counted[2] - counted[1] <= 2
+        with DeviceOperations() as operations:
+            found = list(selection._by_counting(batch, None, sampled=True))
+        assert len(found) == count
+        counted.add((len(launches), operations.number))
+    ((launched, operated),) = counted
+    assert launched == 12 and operated <= 12

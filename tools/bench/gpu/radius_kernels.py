@@ -17,7 +17,8 @@ import torch
 
 from megatron.data_parallel.reducer import ReducedGrad
 from megatron.optimizer.update_rules import AdamW, Hyper
-from megatron.sparse.selection import Candidates, select_largest, select_largest_each
+from megatron.sparse.counting import Candidates
+from megatron.sparse.selection import select_largest, select_largest_each
 from megatron.sparse.shard import FlatShard
 from radius.bitmap_index import BitmapIndex
 from tools.bench.gpu.kernel_passes import BITS, KernelBench, KernelPass, met
