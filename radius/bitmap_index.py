@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from megatron.data_parallel.reducer import IndexRange, ReducedGrad
@@ -26,6 +27,7 @@ from megatron.sparse.reference import (
     unpack,
 )
 from megatron.sparse.selection import LargestSelection, Selection
+from megatron.transfer import to_device
 from radius import reference
 from radius.bucket_index import BucketIndex
 from radius.native_library import native_library
@@ -260,36 +262,26 @@ class FlushedBitmapIndex(BitmapIndexBase):
             self._spans = [(0, self._bits.blocks)]
 
     def _patched(self, bits: Bits) -> Bits:
-        device = bits.words.device
-        patches = torch.cat([bits.words[first:last] for first, last in self._spans])
-        patch = torch.full((bits.blocks,), -1, dtype=torch.int32, device=device)
-        counts = bits.counts.clone()
-        row = 0
-        runs = list(self.runs)
-        for first, last in self._spans:
-            rows = slice(row, row + last - first)
-            patch[first:last] = torch.arange(rows.start, rows.stop, device=device)
-            while runs and runs[0].start < last * BLOCK:
-                run = runs.pop(0)
-                moved = (row - first) * BLOCK
-                _set_run(patches, run.start + moved, run.stop + moved)
-            counts[first:last] = self._kernels.count_blocks(patches[rows])
-            row = rows.stop
+        # The number of operations on the device does not depend on the number of runs.
+        rows = np.concatenate([np.arange(*span) for span in self._spans])
+        patch = np.full(bits.blocks, -1, dtype=np.int32)
+        patch[rows] = np.arange(rows.size)
+        flushed = np.zeros(rows.size * BLOCK, dtype=np.bool_)
+        for run in self.runs:
+            first = run.start // BLOCK
+            moved = (int(patch[first]) - first) * BLOCK
+            flushed[run.start + moved : run.stop + moved] = True
+        where, patches, patch = (
+            to_device(each, bits.words.device)
+            for each in (
+                torch.from_numpy(rows),
+                pack(torch.from_numpy(flushed)).view(-1, WORDS),
+                torch.from_numpy(patch),
+            )
+        )
+        patches |= bits.words.index_select(0, where)
+        counts = bits.counts.index_copy(0, where, self._kernels.count_blocks(patches))
         return Bits.of(bits.length, bits.words, counts, patch, patches)
-
-
-def _set_run(words: torch.Tensor, start: int, stop: int) -> None:
-    """Set the bits of `[start, stop)`."""
-    flat = words.view(-1)
-    first, last = -(-start // 32), stop // 32
-    flat[first:last] = -1
-    edges = [(start // 32, start % 32, 32 if first <= last else stop % 32)] if start % 32 else []
-    if stop % 32 and first <= last:
-        edges.append((last, 0, stop % 32))
-    for word, low, high in edges:
-        mask = torch.zeros(32, dtype=torch.bool)
-        mask[low:high] = True
-        flat[word : word + 1].bitwise_or_(int(pack(mask)))
 
 
 def _kernels_for(device: torch.device) -> ModuleType:
@@ -379,17 +371,7 @@ class BitmapIndex(BitmapIndexBase, BucketIndex):
         return self._tally.count(start, start + length)
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
-        # Kernels clear whole groups of blocks, and `selected` has the rest of the range.
-        stop, group = start + length, GROUP * BLOCK
-        first, last = -(-start // group), stop // group
-        edges = [(start, stop)]
-        if first < last:
-            edges = [(start, first * group), (last * group, stop)]
-            inner = self.bits.part(first * GROUP, last * GROUP)
-            self._kernels.clear(inner, flat[first * group : last * group])
-        for lo, hi in edges:
-            for at, upto, chosen in self.selected(lo, hi - lo):
-                flat[at:upto].masked_fill_(chosen, 0.0)
+        self._kernels.clear_range(self.bits, flat, start, start + length)
 
     def packed(self, start: int, length: int) -> torch.Tensor:
         """Return the selection in `[start, start + length)`: uint8 on the CPU, bit 7 first.

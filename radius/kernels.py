@@ -39,6 +39,13 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
     launch_moving(_compact, bits, bits.blocks, flat, flat, 1.0, 0, **options)
 
 
+def clear_range(bits: Bits, flat: torch.Tensor, start: int, stop: int) -> None:
+    """Clear as `reference.clear_range` does."""
+    first = start // (GROUP * BLOCK) * GROUP
+    blocks = -(-stop // BLOCK) - first
+    launch_moving(_clear_range, bits, blocks, flat, first, start, stop, 0)
+
+
 def expand(
     bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0, scale: float = 1.0
 ) -> None:
@@ -133,6 +140,28 @@ def _compact(
         tl.store(out + tl.load(offsets + first) + place, value, mask=chosen)
     if CLEAR:
         tl.store(source, tl.zeros((BLOCKS * WORDS * 32,), flat.dtype.element_ty), mask=chosen)
+
+
+@triton.jit(do_not_specialize=["first_block", "start", "stop", "apart"])
+def _clear_range(
+    words,
+    offsets,
+    patch,
+    patches,
+    flat,
+    first_block,
+    start,
+    stop,
+    apart,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PATCHED: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCKS + first_block
+    chosen, _ = chosen_entries(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
+    at = first * WORDS * 32 + tl.arange(0, BLOCKS * WORDS * 32) + apart
+    zeros = tl.zeros((BLOCKS * WORDS * 32,), flat.dtype.element_ty)
+    tl.store(flat + at, zeros, mask=chosen & (at >= start) & (at < stop))
 
 
 @triton.jit(do_not_specialize=["first_block", "length", "apart"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.sparse.reference import BLOCK, Bits
+from megatron.sparse.reference import BLOCK, GROUP, Bits
 from radius import reference
 from radius.native_library import INSTRUCTION_SETS, instruction_sets, native_library
 
@@ -59,6 +59,18 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
         reference.clear(bits, flat)
         return
     _compact(bits, flat, None, clear=True)
+
+
+def clear_range(bits: Bits, flat: torch.Tensor, start: int, stop: int) -> None:
+    """Clear as `reference.clear_range` does."""
+    group = GROUP * BLOCK
+    first, last = -(-start // group), stop // group
+    if first >= last:
+        reference.clear_range(bits, flat, start, stop)
+        return
+    clear(bits.part(first * GROUP, last * GROUP), flat[first * group : last * group])
+    reference.clear_range(bits, flat, start, first * group)
+    reference.clear_range(bits, flat, last * group, stop)
 
 
 def expand(

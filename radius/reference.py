@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.sparse.reference import BLOCK, CHUNK, Bits, positions
+from megatron.sparse.reference import BLOCK, CHUNK, Bits, aligned_pieces, positions
 from megatron.sparse.reference import count_blocks as count_blocks
 from megatron.sparse.reference import write_bits as write_bits
 
@@ -33,6 +33,14 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
     """Set the selected entries of `flat` to 0."""
     for piece, at, _ in _pieces(bits, flat, flat):
         piece.index_fill_(0, at, 0)
+
+
+def clear_range(bits: Bits, flat: torch.Tensor, start: int, stop: int) -> None:
+    """Set the selected entries of `flat` in `[start, stop)` to 0."""
+    for first, last in aligned_pieces(start, stop):
+        block = first // BLOCK
+        at = positions(bits, block, -(-last // BLOCK)) + block * BLOCK
+        flat.index_fill_(0, at[(at >= first) & (at < last)], 0)
 
 
 def expand(

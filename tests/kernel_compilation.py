@@ -59,6 +59,7 @@ class KernelLaunch:
         options, signature, constants, attributes = self.kernel._pack_args(
             backend, self.options, *bind(*self.arguments, **self.options)
         )
+        hash(tuple(constants.values()))  # a launch looks for its kernel by them
         key = f"{self.kernel!r} {target} {options} {signature} {constants} {attributes}"
         if key not in cache:
             source = ASTSource(self.kernel, signature, constants, attributes)
@@ -147,6 +148,7 @@ def launch_moving(dtype: torch.dtype) -> None:
         for scale, clear in product((1.0, 0.5), (False, True)):
             radius.kernels.compact(bits, values, values, scale=scale, clear=clear)
         radius.kernels.clear(bits, values)
+        radius.kernels.clear_range(bits, values, 5, bits.length - 3)
         out = values[:1].expand(bits.length)
         radius.kernels.expand(bits, values, out, first=GROUP)
         radius.kernels.place(bits, values, out)

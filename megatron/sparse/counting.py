@@ -55,7 +55,7 @@ class Candidates:
         return (self.values.numel() // SAMPLE) | 1
 
 
-class Counter(Protocol):
+class MagnitudeCounter(Protocol):
     """The steps of a selection from m tensors, in the order in which they are called.
 
     A method that counts returns a contiguous int32 or int64 tensor with a row for each tensor; the
@@ -123,7 +123,7 @@ class Counter(Protocol):
 
 
 class TorchCounter:
-    """A `Counter` in plain torch, for CPUs and for CUDA without Triton."""
+    """A `MagnitudeCounter` in plain torch, for CPUs and for CUDA without Triton."""
 
     def __init__(self, batch: Sequence[Candidates]) -> None:
         # Numbers are columns [m, 1], and branches are `torch.where`, as results stay on the device.

@@ -1,4 +1,4 @@
-"""The steps of `counting.Counter` as one Triton kernel each, for all tensors of a batch.
+"""The steps of `counting.MagnitudeCounter` as one Triton kernel each, for all tensors of a batch.
 
 A launch takes the host longer than the GPU computes for a small tensor, so that the number of
 launches must not grow with the number of tensors. The kernels that read entries get the addresses
@@ -29,15 +29,11 @@ _PIECE = 1 << 13
 """Counts that a program adds up at once when it looks for a place."""
 _SEARCH_WARPS = 16
 _NO_PROGRAM = 1 << 62
-_POINTERS = {
-    torch.float32: tl.pointer_type(tl.float32),
-    torch.bfloat16: tl.pointer_type(tl.bfloat16),
-    torch.float16: tl.pointer_type(tl.float16),
-}
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class KernelCounter:
-    """A `Counter` of tensors of one dtype on a GPU.
+    """A `MagnitudeCounter` of tensors of one dtype on a GPU.
 
     Numbers that the kernels read and write are int64 rows of one table, [numbers, BATCH], which is
     copied to the device once.
@@ -46,7 +42,7 @@ class KernelCounter:
     def __init__(self, batch: Sequence[Candidates]) -> None:
         assert 0 < len(batch) <= BATCH and len({one.values.dtype for one in batch}) == 1
         self._batch, self._device = batch, batch[0].values.device
-        self._pointer = _POINTERS[batch[0].values.dtype]
+        self._dtype = _TYPES[batch[0].values.dtype]
         numels = [one.values.numel() for one in batch]
         strides = [one.sample_stride for one in batch]
         sampled = [-(-numel // stride) for numel, stride in zip(numels, strides, strict=True)]
@@ -97,7 +93,7 @@ class KernelCounter:
         programs = self._sample_programs if sample else self._programs
         read = (self._addresses, self._sample if sample else self._entries)
         sizes |= {"ROWS": BATCH, "ENTRIES": _ENTRIES}
-        launch(kernel, programs, *read, *arguments, 0, **sizes, POINTER=self._pointer)
+        launch(kernel, programs, *read, *arguments, 0, **sizes, DTYPE=self._dtype)
 
     def _over_tensors(self, kernel: Any, *arguments: Any, **sizes: int) -> None:
         """Launch a program for each tensor."""
@@ -194,9 +190,10 @@ def _own_piece(read, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def _magnitudes(addresses, row, begin, left, stride, at, POINTER: tl.constexpr):
+def _magnitudes(addresses, row, begin, left, stride, at, DTYPE: tl.constexpr):
     """Return the bits of |x| of entries `begin + at`, times `stride`; -1 from `left` on: int32."""
-    values = tl.load(addresses + row).to(POINTER) + begin * stride
+    kind = tl.pointer_type(DTYPE)  # pyright: ignore[reportArgumentType]
+    values = tl.load(addresses + row).to(kind) + begin * stride
     found = tl.load(values + at * stride, mask=at < left, other=0.0)
     return tl.where(at < left, magnitude_bits(found), -1)
 
@@ -211,14 +208,14 @@ def _histogram(
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
-    POINTER: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     row, begin, left, stride = _own_piece(read, ROWS, ENTRIES)
     first, last = tl.load(bracket + row).to(tl.int32), tl.load(bracket + ROWS + row).to(tl.int32)
     shift = tl.load(bracket + 2 * ROWS + row).to(tl.int32)
     if first <= last:
         at = tl.arange(0, ENTRIES) + apart
-        magnitude = _magnitudes(addresses, row, begin, left, stride, at, POINTER)
+        magnitude = _magnitudes(addresses, row, begin, left, stride, at, DTYPE)
         mine = counts + row.to(tl.int64) * (BINS + 1)
         kind = counts.dtype.element_ty
         above = tl.sum((magnitude > last).to(tl.int32), axis=0)
@@ -397,12 +394,12 @@ def _count_ties(
     TIE_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
-    POINTER: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     row, begin, left, stride = _own_piece(read, ROWS, ENTRIES)
     if tl.load(cut + row) & (tl.load(places + row) > 0):
         at = tl.arange(0, ENTRIES) + apart
-        magnitude = _magnitudes(addresses, row, begin, left, stride, at, POINTER)
+        magnitude = _magnitudes(addresses, row, begin, left, stride, at, DTYPE)
         block = _whole_places(places, row, begin + at, ROWS) // TIE_BLOCK
         one = tl.full((ENTRIES,), 1, tl.int64)
         tied = magnitude == tl.load(thresholds + row)
@@ -432,7 +429,7 @@ def _mark_ties(
     TIE_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
-    POINTER: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     row, begin, left, stride = _own_piece(read, ROWS, ENTRIES)
     if tl.load(cut + row) & (tl.load(places + row) > 0):
@@ -442,7 +439,7 @@ def _mark_ties(
         highest = _whole_places(places, row, begin + left - 1, ROWS)
         if (highest >= first) & (lowest < first + TIE_BLOCK):
             at = tl.arange(0, ENTRIES) + apart
-            magnitude = _magnitudes(addresses, row, begin, left, stride, at, POINTER)
+            magnitude = _magnitudes(addresses, row, begin, left, stride, at, DTYPE)
             within = _whole_places(places, row, begin + at, ROWS) - first
             tied = (magnitude == tl.load(thresholds + row)) & (within >= 0) & (within < TIE_BLOCK)
             one = tl.full((ENTRIES,), 1, tl.int64)

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megatron.sparse.counting import ALL_TIES, Candidates, Counter, TorchCounter
+from megatron.sparse.counting import ALL_TIES, Candidates, MagnitudeCounter, TorchCounter
 from megatron.sparse.reference import CHUNK, magnitudes
 from megatron.sparse.shard import FlatShard
 from megatron.sparse.sizes import BATCH, SAMPLE, TOGETHER
@@ -215,7 +215,7 @@ def _by_counting(
         yield LargestSelection(one.values, threshold, cutoff, one.shard, whole)
 
 
-def _counter(batch: Sequence[Candidates]) -> Counter:
+def _counter(batch: Sequence[Candidates]) -> MagnitudeCounter:
     """Return the counter of a batch: in Triton kernels on CUDA if Triton is installed."""
     if batch[0].values.device.type != "cuda" or find_spec("triton") is None:
         return TorchCounter(batch)

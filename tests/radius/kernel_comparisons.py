@@ -76,6 +76,17 @@ def compare_taking(device: torch.device) -> None:
             assert left[0].count_nonzero() == flat.count_nonzero() - numel
 
 
+def compare_clearing_of_ranges(device: torch.device) -> None:
+    for bits in both_bits(device):
+        for start, stop in ((0, LENGTH), (3, 4), (77, 5 * BLOCK), (5000, 5001), (9000, LENGTH - 1)):
+            flat = torch.ones(LENGTH, device=device)
+            found, everywhere = flat.clone(), flat.clone()
+            kernels.clear_range(bits, found, start, stop)
+            reference.clear(bits, everywhere)
+            flat[start:stop] = everywhere[start:stop]
+            assert torch.equal(found, flat)
+
+
 def compare_adamw(device: torch.device) -> None:
     index = some_index(device)
     rule = AdamW(beta1=0.9, beta2=0.99, eps=1e-8)
@@ -114,7 +125,7 @@ def compare_adamw(device: torch.device) -> None:
                     assert torch.equal(found == before, wanted == before)
 
 
-COMPARISONS = (compare_moving, compare_taking, compare_adamw)
+COMPARISONS = (compare_moving, compare_taking, compare_clearing_of_ranges, compare_adamw)
 
 
 if __name__ == "__main__":

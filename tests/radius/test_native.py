@@ -122,6 +122,13 @@ def assert_every_kernel_equals_plain_torch(
     left = flat.clone()
     reference.clear(bits, left)
     assert torch.equal(mine, left)
+    for start, stop in ((0, length), (length // 3, length // 2), (length // 5, length)):
+        mine, beside = guarded(flat)
+        native.clear_range(bits, mine, start, stop)
+        part = flat.clone()
+        part[start:stop] = left[start:stop]
+        assert torch.equal(mine, part)
+        assert_untouched(beside)
 
     values = torch.arange(1, numel + 1).to(dtype)
     for name in ("expand", "place"):

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from megatron.sparse import counting, kernels, reference, selection
-from megatron.sparse.counting import DTYPES, Candidates, Counter, TorchCounter
+from megatron.sparse.counting import DTYPES, Candidates, MagnitudeCounter, TorchCounter
 from megatron.sparse.counting_kernels import KernelCounter
 from megatron.sparse.reference import BLOCK, GROUP
 from megatron.sparse.selection import select_largest_each
@@ -72,17 +72,19 @@ def _compare_steps(batches: Sequence[Sequence[Candidates]], *, sampled: bool) ->
     """Select on every rank by kernels and by torch; counts must be equal after each step."""
     by_kernels = [KernelCounter(batch) for batch in batches]
     by_torch = [TorchCounter(batch) for batch in batches]
-    counters: list[Counter] = [*by_kernels, *by_torch]
+    counters: list[MagnitudeCounter] = [*by_kernels, *by_torch]
     cut = torch.ones(())
 
-    def sums(count: Callable[[Counter], torch.Tensor]) -> torch.Tensor:
+    def sums(count: Callable[[MagnitudeCounter], torch.Tensor]) -> torch.Tensor:
         """Return the counts summed over the ranks, as 32-bit integers where the kernels do so."""
         found = [count(counter) for counter in by_kernels]
         for mine, counter in zip(found, by_torch, strict=True):
             assert torch.equal(mine * cut, count(counter) * cut)
         return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
-    def take(step: Callable[[Counter, torch.Tensor], object], counts: torch.Tensor) -> None:
+    def take(
+        step: Callable[[MagnitudeCounter, torch.Tensor], object], counts: torch.Tensor
+    ) -> None:
         for counter in counters:
             step(counter, counts.long() if counter in by_torch else counts)
 
