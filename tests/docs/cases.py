@@ -125,8 +125,6 @@ CASES: dict[str, PageCase] = {
     "pretrain_gpt.py --help": PageCase(typed="python {}"),
     # ---- memory ---------------------------------------------------------------------------------
     "python -m tools.bench.low_memory.strategies": PageCase(typed="{} --model gpt"),
-    # ---- GPUs, played by CPUs -------------------------------------------------------------------
-    "python -m tools.bench.gpu.ranks": PageCase(typed="{} dense --smoke"),
     # ---- a task of the reader ------------------------------------------------------------------
     "python pretrain_circle.py": PageCase(instead={"--train-iters 200": "--train-iters 4"}),
     "ENTRY=pretrain_circle.py": PageCase(instead={"--train-iters 200": "--train-iters 4"}),
@@ -144,6 +142,7 @@ CASES: dict[str, PageCase] = {
 
 NOT_RUN: dict[str, str] = {
     "pip install 'lm_eval[hf]'": "it brings packages that no other command needs",
+    "python -m tools.bench.gpu.ranks": "needs a GPU; tests/bench/test_gpu_ranks.py plays it on CPUs",
     "scripts/test.sh --all": "runs every test, the one that types it too",
     "scripts/test.sh --push": "runs every test, the one that types it too",
     "python tools/study.py docs/examples/study.yaml --slurm": "see tests/slurm/test_study.py",
