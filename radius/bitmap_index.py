@@ -22,7 +22,6 @@ from megatron.sparse.reference import (
     WORDS,
     Bits,
     aligned_pieces,
-    pack,
     put,
     unpack,
 )
@@ -266,22 +265,32 @@ class FlushedBitmapIndex(BitmapIndexBase):
         rows = np.concatenate([np.arange(*span) for span in self._spans])
         patch = np.full(bits.blocks, -1, dtype=np.int32)
         patch[rows] = np.arange(rows.size)
-        flushed = np.zeros(rows.size * BLOCK, dtype=np.bool_)
+        octets = np.zeros(rows.size * BLOCK // 8, dtype=np.uint8)
         for run in self.runs:
             first = run.start // BLOCK
             moved = (int(patch[first]) - first) * BLOCK
-            flushed[run.start + moved : run.stop + moved] = True
-        where, patches, patch = (
-            to_device(each, bits.words.device)
-            for each in (
-                torch.from_numpy(rows),
-                pack(torch.from_numpy(flushed)).view(-1, WORDS),
-                torch.from_numpy(patch),
-            )
-        )
+            _set_bits(octets, run.start + moved, run.stop + moved)
+        device = bits.words.device
+        where = to_device(torch.from_numpy(rows), device)
+        patches = to_device(torch.from_numpy(octets.view(np.int32)).view(-1, WORDS), device)
         patches |= bits.words.index_select(0, where)
         counts = bits.counts.index_copy(0, where, self._kernels.count_blocks(patches))
-        return Bits.of(bits.length, bits.words, counts, patch, patches)
+        return Bits.of(
+            bits.length, bits.words, counts, to_device(torch.from_numpy(patch), device), patches
+        )
+
+
+def _set_bits(octets: np.ndarray, start: int, stop: int) -> None:
+    """Set the bits of `[start, stop)`, which is not empty, the first of an octet is its highest."""
+    first, last = start // 8, stop // 8
+    low, high = 0xFF >> start % 8, 0xFF00 >> stop % 8 & 0xFF
+    if first == last:
+        octets[first] |= low & high
+        return
+    octets[first] |= low
+    octets[first + 1 : last] = 0xFF
+    if high:
+        octets[last] |= high
 
 
 def _kernels_for(device: torch.device) -> ModuleType:

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.sparse.reference import BLOCK, CHUNK, Bits, aligned_pieces, positions
+from megatron.sparse.reference import (
+    BLOCK,
+    CHUNK,
+    Bits,
+    aligned_pieces,
+    patched_words,
+    positions,
+    unpack,
+)
 from megatron.sparse.reference import count_blocks as count_blocks
 from megatron.sparse.reference import write_bits as write_bits
 
@@ -39,8 +47,8 @@ def clear_range(bits: Bits, flat: torch.Tensor, start: int, stop: int) -> None:
     """Set the selected entries of `flat` in `[start, stop)` to 0."""
     for first, last in aligned_pieces(start, stop):
         block = first // BLOCK
-        at = positions(bits, block, -(-last // BLOCK)) + block * BLOCK
-        flat.index_fill_(0, at[(at >= first) & (at < last)], 0)
+        chosen = unpack(patched_words(bits, block, -(-last // BLOCK)))
+        flat[first:last].masked_fill_(chosen[first - block * BLOCK : last - block * BLOCK], 0)
 
 
 def expand(

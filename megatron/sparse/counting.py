@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EVERYTHING = (0, MAGNITUDE, 15)
 """The bracket (first, last, shift) of all magnitudes, in bins of 2^15."""
 NOTHING = (1, 0, 0)
-"""A bracket in which nothing is counted, nor read on a GPU."""
+"""A bracket in which nothing is counted. Kernels and a CPU read nothing for it."""
 ALL_TIES = 1 << 62
 """A cutoff beyond every position."""
 

@@ -40,29 +40,35 @@ class KernelCounter:
     """
 
     def __init__(self, batch: Sequence[Candidates]) -> None:
-        assert 0 < len(batch) <= BATCH and len({one.values.dtype for one in batch}) == 1
+        assert 0 < len(batch) <= BATCH
+        assert len({(one.values.dtype, one.values.device) for one in batch}) == 1
         self._batch, self._device = batch, batch[0].values.device
         self._dtype = _TYPES[batch[0].values.dtype]
         numels = [one.values.numel() for one in batch]
         strides = [one.sample_stride for one in batch]
         sampled = [-(-numel // stride) for numel, stride in zip(numels, strides, strict=True)]
-        # Positions given by runs need a lookup, which no kernel does; row 0 marks them.
-        rows = [one.shard.row if one.shard.runs is None else 0 for one in batch]
-        ends = _ends(numels)
-        sample_ends = _ends(sampled)
-        numbers = [
-            [one.values.data_ptr() for one in batch],
-            *(numels, [1] * len(batch), ends),
-            *(sampled, strides, sample_ends),
-            *(rows, [one.shard.stride for one in batch]),
-            *([one.shard.offset for one in batch], [one.shard.first for one in batch]),
-            [one.shard.total for one in batch],
-            [one.k for one in batch],
-            *([number] * len(batch) for number in (*EVERYTHING, *NOTHING)),
-            [0] * len(batch),
+        ends, sample_ends = _ends(numels), _ends(sampled)
+        self._programs, self._sample_programs = ends[-1], sample_ends[-1]
+        shards = [one.shard for one in batch]
+        # Positions given by runs need a lookup, which no kernel does; rows of 0 entries mark them.
+        rows = [shard.row if shard.runs is None else 0 for shard in shards]
+        strides_of_rows = [shard.stride for shard in shards]
+        offsets, skipped = [shard.offset for shard in shards], [shard.first for shard in shards]
+        same = [1] * len(batch)
+        parts = [
+            [[one.values.data_ptr() for one in batch]],
+            [numels, same, ends],
+            [sampled, strides, sample_ends],
+            [rows, strides_of_rows, offsets, skipped],
+            [[shard.total for shard in shards]],
+            [[one.k for one in batch]],
+            [[number] * len(batch) for number in EVERYTHING],
+            [[number] * len(batch) for number in NOTHING],
+            [same],
         ]
         padding = [_NO_PROGRAM] * (BATCH - len(batch))
-        table = to_device(torch.tensor([row + padding for row in numbers]), self._device)
+        numbers = torch.tensor([row + padding for part in parts for row in part])
+        table = to_device(numbers, self._device)
         (
             self._addresses,
             self._entries,
@@ -73,8 +79,7 @@ class KernelCounter:
             self._bracket,
             self._again,
             self._blocks,
-        ) = table.split([1, 3, 3, 4, 1, 1, 3, 3, 1])
-        self._programs, self._sample_programs = ends[-1], sample_ends[-1]
+        ) = table.split([len(part) for part in parts])
         # A GPU adds int32 in half the time; use int32 if no count can overflow.
         self._kind = torch.int32 if max(numels) < 2**31 else torch.int64
         self._cut = self._empty(torch.bool)
@@ -92,7 +97,7 @@ class KernelCounter:
         """Launch a program for each piece of each tensor, or of its sample."""
         programs = self._sample_programs if sample else self._programs
         read = (self._addresses, self._sample if sample else self._entries)
-        sizes |= {"ROWS": BATCH, "ENTRIES": _ENTRIES}
+        sizes |= {"ROWS": BATCH, "ENTRIES": _ENTRIES, "STRIDED": sample}
         launch(kernel, programs, *read, *arguments, 0, **sizes, DTYPE=self._dtype)
 
     def _over_tensors(self, kernel: Any, *arguments: Any, **sizes: int) -> None:
@@ -172,29 +177,38 @@ def _ends(numels: Sequence[int]) -> list[int]:
     return list(accumulate(-(-numel // _ENTRIES) for numel in numels))
 
 
-# `apart` is always 0, unknown to Triton, which then assumes scattered entries and assigns
-# neighbouring ones to neighbouring threads instead of four in a row to each thread. Loads are as
-# fast, and the stores need no exchange between threads.
-
-
 @triton.jit
 def _own_piece(read, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
-    """Return a program's tensor, its first entry, the entries left from there, and their stride."""
+    """Return a program's tensor, its first entry, and the number of entries left from there."""
     program = tl.program_id(0).to(tl.int64)
     ends = tl.load(read + 2 * ROWS + tl.arange(0, ROWS))
     row = tl.sum((ends <= program).to(tl.int32), axis=0)
     numel, end = tl.load(read + row), tl.load(read + 2 * ROWS + row)
     begin = (program - end + tl.cdiv(numel, ENTRIES)) * ENTRIES
     left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
-    return row, begin, left, tl.load(read + ROWS + row)
+    return row, begin, left
 
 
 @triton.jit
-def _magnitudes(addresses, row, begin, left, stride, at, DTYPE: tl.constexpr):
-    """Return the bits of |x| of entries `begin + at`, times `stride`; -1 from `left` on: int32."""
+def _magnitudes(
+    addresses,
+    read,
+    row,
+    begin,
+    left,
+    at,
+    ROWS: tl.constexpr,
+    STRIDED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return the bits of |x| as fp32 of entries `begin + at`, int32; -1 from `left` on."""
     kind = tl.pointer_type(DTYPE)  # pyright: ignore[reportArgumentType]
-    values = tl.load(addresses + row).to(kind) + begin * stride
-    found = tl.load(values + at * stride, mask=at < left, other=0.0)
+    values = tl.load(addresses + row).to(kind)
+    if STRIDED:
+        stride = tl.load(read + ROWS + row)
+        found = tl.load(values + (begin + at) * stride, mask=at < left, other=0.0)
+    else:
+        found = tl.load(values + begin + at, mask=at < left, other=0.0)
     return tl.where(at < left, magnitude_bits(found), -1)
 
 
@@ -208,14 +222,15 @@ def _histogram(
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    STRIDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    row, begin, left, stride = _own_piece(read, ROWS, ENTRIES)
+    row, begin, left = _own_piece(read, ROWS, ENTRIES)
     first, last = tl.load(bracket + row).to(tl.int32), tl.load(bracket + ROWS + row).to(tl.int32)
     shift = tl.load(bracket + 2 * ROWS + row).to(tl.int32)
     if first <= last:
         at = tl.arange(0, ENTRIES) + apart
-        magnitude = _magnitudes(addresses, row, begin, left, stride, at, DTYPE)
+        magnitude = _magnitudes(addresses, read, row, begin, left, at, ROWS, STRIDED, DTYPE)
         mine = counts + row.to(tl.int64) * (BINS + 1)
         kind = counts.dtype.element_ty
         above = tl.sum((magnitude > last).to(tl.int32), axis=0)
@@ -244,7 +259,8 @@ def _total(counts, length, PIECE: tl.constexpr):
 def _reaching(counts, step, length, wanted, PIECE: tl.constexpr):
     """Return where sums of `length` counts reach `wanted`, and how many of that place are needed.
 
-    The counts are `counts[0]`, `counts[step]`, `counts[2 * step]` and so on.
+    The counts are `counts[0]`, `counts[step]`, `counts[2 * step]` and so on, and their sum is
+    `wanted` or more.
     """
     place = tl.zeros((), tl.int64)
     before = tl.zeros((), tl.int64)
@@ -378,7 +394,10 @@ def _whole_places(places, row, at, ROWS: tl.constexpr):
     run, stride = tl.load(places + row), tl.load(places + ROWS + row)
     offset, skipped = tl.load(places + 2 * ROWS + row), tl.load(places + 3 * ROWS + row)
     moved = at + skipped
-    return moved // run * stride + moved % run + offset
+    place = moved + offset
+    if run != stride:
+        place += moved // run * (stride - run)
+    return place
 
 
 @triton.jit(do_not_specialize=["blocks", "apart"])
@@ -394,12 +413,13 @@ def _count_ties(
     TIE_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    STRIDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    row, begin, left, stride = _own_piece(read, ROWS, ENTRIES)
+    row, begin, left = _own_piece(read, ROWS, ENTRIES)
     if tl.load(cut + row) & (tl.load(places + row) > 0):
         at = tl.arange(0, ENTRIES) + apart
-        magnitude = _magnitudes(addresses, row, begin, left, stride, at, DTYPE)
+        magnitude = _magnitudes(addresses, read, row, begin, left, at, ROWS, STRIDED, DTYPE)
         block = _whole_places(places, row, begin + at, ROWS) // TIE_BLOCK
         one = tl.full((ENTRIES,), 1, tl.int64)
         tied = magnitude == tl.load(thresholds + row)
@@ -429,9 +449,10 @@ def _mark_ties(
     TIE_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    STRIDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    row, begin, left, stride = _own_piece(read, ROWS, ENTRIES)
+    row, begin, left = _own_piece(read, ROWS, ENTRIES)
     if tl.load(cut + row) & (tl.load(places + row) > 0):
         first = tl.load(blocks + row) * TIE_BLOCK
         # Places ascend with entries: only a piece that meets the block is read.
@@ -439,7 +460,7 @@ def _mark_ties(
         highest = _whole_places(places, row, begin + left - 1, ROWS)
         if (highest >= first) & (lowest < first + TIE_BLOCK):
             at = tl.arange(0, ENTRIES) + apart
-            magnitude = _magnitudes(addresses, row, begin, left, stride, at, DTYPE)
+            magnitude = _magnitudes(addresses, read, row, begin, left, at, ROWS, STRIDED, DTYPE)
             within = _whole_places(places, row, begin + at, ROWS) - first
             tied = (magnitude == tl.load(thresholds + row)) & (within >= 0) & (within < TIE_BLOCK)
             one = tl.full((ENTRIES,), 1, tl.int64)

@@ -232,14 +232,19 @@ def count_blocks(words: torch.Tensor) -> torch.Tensor:
     return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64, device=words.device)
 
 
+def patched_words(bits: Bits, first_block: int, last_block: int) -> torch.Tensor:
+    """Return the words of blocks [first_block, last_block), patches included."""
+    words = bits.words[first_block:last_block]
+    if bits.patch is None or bits.patches is None:
+        return words
+    patch = bits.patch[first_block:last_block]
+    rows = bits.patches.index_select(0, patch.clamp(min=0))
+    return torch.where(patch[:, None] >= 0, rows, words)
+
+
 def positions(bits: Bits, first_block: int, last_block: int) -> torch.Tensor:
     """Return the chosen positions in the blocks, relative to `first_block`, ascending; int64."""
-    words = bits.words[first_block:last_block]
-    if bits.patch is not None and bits.patches is not None:
-        patch = bits.patch[first_block:last_block]
-        rows = bits.patches.index_select(0, patch.clamp(min=0))
-        words = torch.where(patch[:, None] >= 0, rows, words)
-    chosen = unpack(words)
+    chosen = unpack(patched_words(bits, first_block, last_block))
     if chosen.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(chosen.numpy()))
     return chosen.nonzero().view(-1)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import repeat
 from typing import Protocol
 
 import numpy as np
@@ -160,35 +159,35 @@ def select_largest_each(
     with shards of the same tensors in the same order.
     """
     found: dict[int, LargestSelection] = {}
-    counted: dict[tuple[bool, torch.dtype], list[int]] = {}
+    counted: dict[tuple[bool, torch.dtype, torch.device], list[int]] = {}
     for number, (values, k, shard) in enumerate((t.values, t.k, t.shard) for t in tensors):
         assert values.numel() or sum_bins is not None
-        device = values.device.type
-        if device == "cpu" and sum_bins is None and 0 < k and values.numel() <= FEW:
+        on_gpu = _on_gpu(values)
+        if not on_gpu and sum_bins is None and 0 < k and values.numel() <= FEW:
             found[number] = LargestSelection(values, *_by_partition(values, k), shard, k)
         elif sum_bins is not None and shard.total <= TOGETHER:
             whole = select_largest(_together(values, shard, sum_bins), k)
             found[number] = LargestSelection(values, whole.threshold, whole.cutoff, shard, None)
         else:
-            sampled = device == "cuda" and shard.total > 16 * SAMPLE
-            counted.setdefault((sampled, values.dtype), []).append(number)
-    for (sampled, _), numbers in counted.items():
-        for some in _batches(numbers, tensors):
+            sampled = on_gpu and shard.total > 16 * SAMPLE
+            counted.setdefault((sampled, values.dtype, values.device), []).append(number)
+    for (sampled, _, _), numbers in counted.items():
+        together = BATCH if _on_gpu(tensors[numbers[0]].values) else 1  # a CPU gains nothing
+        for first in range(0, len(numbers), together):
+            some = numbers[first : first + together]
             batch = [tensors[number] for number in some]
             found |= zip(some, _by_counting(batch, sum_bins, sampled=sampled), strict=True)
     return [found[number] for number in range(len(tensors))]
 
 
-def _batches(numbers: Sequence[int], tensors: Sequence[Candidates]) -> Iterator[Sequence[int]]:
-    """Group tensors to be counted together; on a CPU, which gains nothing, one at a time."""
-    size = 1 if tensors[numbers[0]].values.device.type == "cpu" else BATCH
-    return (numbers[first : first + size] for first in range(0, len(numbers), size))
+def _on_gpu(values: torch.Tensor) -> bool:
+    return values.device.type == "cuda"
 
 
 def _by_counting(
     batch: Sequence[Candidates], sum_bins: SumBins | None, *, sampled: bool
 ) -> Iterator[LargestSelection]:
-    """Select from tensors of one dtype by histograms, of a sample first if `sampled`."""
+    """Select by histograms, of a sample first if `sampled`; on a GPU from tensors of one dtype."""
     counter = _counter(batch)
 
     def summed(counts: torch.Tensor) -> torch.Tensor:
@@ -209,15 +208,15 @@ def _by_counting(
     if counter.find_thresholds(summed(counter.count())):
         counter.find_blocks(summed(counter.count_ties()))
         counter.find_cutoffs(summed(counter.mark_ties()))
-    wholes = (one.k for one in batch) if sum_bins is None else repeat(None)
-    limits = zip(counter.thresholds.unbind(), counter.cutoffs.unbind(), strict=True)
-    for one, (threshold, cutoff), whole in zip(batch, limits, wholes, strict=False):
-        yield LargestSelection(one.values, threshold, cutoff, one.shard, whole)
+    thresholds, cutoffs = counter.thresholds.unbind(), counter.cutoffs.unbind()
+    for one, threshold, cutoff in zip(batch, thresholds, cutoffs, strict=True):
+        count = one.k if sum_bins is None else None
+        yield LargestSelection(one.values, threshold, cutoff, one.shard, count)
 
 
 def _counter(batch: Sequence[Candidates]) -> MagnitudeCounter:
     """Return the counter of a batch: in Triton kernels on CUDA if Triton is installed."""
-    if batch[0].values.device.type != "cuda" or find_spec("triton") is None:
+    if not _on_gpu(batch[0].values) or find_spec("triton") is None:
         return TorchCounter(batch)
     from megatron.sparse.counting_kernels import KernelCounter
 

@@ -17,7 +17,7 @@ A sample narrows the bracket that is counted, as atomic additions to counters co
 the entries.
 """
 BATCH = 16
-"""Tensors counted together on a GPU; counts and intermediate results take 2 MiB of each."""
+"""Tensors counted together on a GPU, a power of two; the counts of each take 2 MiB."""
 TOGETHER = 1 << 17
 """Largest sharded tensor that is cheaper to send whole than as two histograms, in entries."""
 

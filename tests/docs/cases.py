@@ -142,7 +142,7 @@ CASES: dict[str, PageCase] = {
 
 NOT_RUN: dict[str, str] = {
     "pip install 'lm_eval[hf]'": "it brings packages that no other command needs",
-    "python -m tools.bench.gpu.ranks": "needs a GPU; tests/bench/test_gpu_ranks.py plays it on CPUs",
+    "python -m tools.bench.gpu.ranks": "needs a GPU; see tests/bench/test_gpu_ranks.py",
     "scripts/test.sh --all": "runs every test, the one that types it too",
     "scripts/test.sh --push": "runs every test, the one that types it too",
     "python tools/study.py docs/examples/study.yaml --slurm": "see tests/slurm/test_study.py",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,8 +34,12 @@ SHARDS = (
 )
 
 
+MISLED = 2 * len(SHARDS)
+"""The tensor of `assorted` whose sample misleads."""
+
+
 def assorted(device: torch.device, dtype: torch.dtype) -> list[Candidates]:
-    """Return a batch of tensors with ties, zeros and denormal numbers; some samples mislead."""
+    """Return a batch of tensors with ties, zeros and denormal numbers, some of them short."""
     values = (torch.randn(NUMEL, device=device) * 1e-3).to(dtype)
     values[:3000] = 0
     values[5000:5100] = 0.25
@@ -42,7 +47,7 @@ def assorted(device: torch.device, dtype: torch.dtype) -> list[Candidates]:
     misleading = values.clone()
     misleading[:: NUMEL // 64 | 1] = 1e-7
     found = [Candidates(values, k, shard) for shard in SHARDS for k in (50, 8000)]
-    found += [Candidates(misleading, k, SHARDS[0]) for k in (0, 7000, NUMEL)]
+    found += [Candidates(misleading, k, SHARDS[0]) for k in (12000, 0, NUMEL)]
     short = [FlatShard(numel, 9000) for numel in (0, 1, 4500)]
     found += [Candidates(values[3 : 3 + shard.numel], 1, shard) for shard in short]
     assert len(found) == BATCH
@@ -59,51 +64,74 @@ def halves(device: torch.device) -> list[list[Candidates]]:
     ]
 
 
+def with_empty_ranks(device: torch.device) -> list[list[Candidates]]:
+    """Return the batches of three ranks: some of their shards, and all of the last, are empty."""
+    batches: list[list[Candidates]] = [[], [], []]
+    for cut in (0, 12000, NUMEL):  # the first rank's entries
+        values = torch.randn(NUMEL, device=device)
+        for rank, (start, stop) in enumerate(((0, cut), (cut, NUMEL), (NUMEL, NUMEL))):
+            shard = FlatShard(stop - start, NUMEL, offset=start)
+            batches[rank].append(Candidates(values[start:stop], 8000, shard))
+    return batches
+
+
 def compare_counting(device: torch.device) -> None:
-    """Each step beside plain torch's: a full batch, one tensor, and shards of two ranks."""
+    """Each step beside plain torch's: full batches, one tensor, and shards of several ranks."""
     with mock.patch.object(counting, "SAMPLE", 64):
         for dtype, sampled in product(DTYPES, (False, True)):
-            _compare_steps([assorted(device, dtype)], sampled=sampled)
-        _compare_steps([assorted(device, torch.float32)[:1]], sampled=True)
-        _compare_steps(halves(device), sampled=True)
+            again = _compare_steps([assorted(device, dtype)], sampled=sampled)
+            if again is not None:  # one sample tells the truth, the other misleads
+                assert not again[0].any() and again[MISLED].any()
+        _compare_steps([assorted(device, torch.float32)[MISLED:][:1]], sampled=True)
+        for batches, kind in product(
+            (halves(device), with_empty_ranks(device)), (torch.int32, torch.int64)
+        ):
+            _compare_steps(batches, sampled=True, kind=kind)
 
 
-def _compare_steps(batches: Sequence[Sequence[Candidates]], *, sampled: bool) -> None:
-    """Select on every rank by kernels and by torch; counts must be equal after each step."""
+def _compare_steps(
+    batches: Sequence[Sequence[Candidates]],
+    *,
+    sampled: bool,
+    kind: torch.dtype = torch.int32,
+) -> torch.Tensor | None:
+    """Select on every rank by kernels and by torch; counts must be equal after each step.
+
+    The kernels count in `kind`. Returns the counts that correct a sample's.
+    """
     by_kernels = [KernelCounter(batch) for batch in batches]
     by_torch = [TorchCounter(batch) for batch in batches]
     counters: list[MagnitudeCounter] = [*by_kernels, *by_torch]
-    cut = torch.ones(())
+    cut = torch.ones((), dtype=torch.int64, device=batches[0][0].values.device)
+    for counter in by_kernels:
+        counter._kind = kind
 
     def sums(count: Callable[[MagnitudeCounter], torch.Tensor]) -> torch.Tensor:
-        """Return the counts summed over the ranks, as 32-bit integers where the kernels do so."""
+        """Return the counts summed over the ranks."""
         found = [count(counter) for counter in by_kernels]
         for mine, counter in zip(found, by_torch, strict=True):
             assert torch.equal(mine * cut, count(counter) * cut)
         return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
-    def take(
-        step: Callable[[MagnitudeCounter, torch.Tensor], object], counts: torch.Tensor
-    ) -> None:
+    def take(step: Callable[[MagnitudeCounter], Callable[..., object]], *counts: Any) -> None:
         for counter in counters:
-            step(counter, counts.long() if counter in by_torch else counts)
+            step(counter)(*counts)
 
     if sampled:
-        take(lambda counter, seen: counter.narrow(seen), sums(lambda c: c.count_sample()))
-    counts, again = sums(lambda c: c.count()), None
+        take(lambda counter: counter.narrow, sums(lambda counter: counter.count_sample()))
+    counts, again = sums(lambda counter: counter.count()), None
     if sampled:
-        take(lambda counter, narrow: counter.widen(narrow), counts)
-        again = sums(lambda c: c.count_again())
-        assert again[0].sum() == 0
-    take(lambda counter, mine: counter.zoom(mine, again), counts)
-    take(lambda counter, exact: counter.find_thresholds(exact), sums(lambda c: c.count()))
+        take(lambda counter: counter.widen, counts)
+        again = sums(lambda counter: counter.count_again())
+    take(lambda counter: counter.zoom, counts, again)
+    take(lambda counter: counter.find_thresholds, sums(lambda counter: counter.count()))
     cut = by_torch[0]._cut.long()  # other ties are not counted
-    take(lambda counter, ties: counter.find_blocks(ties), sums(lambda c: c.count_ties()))
-    take(lambda counter, marks: counter.find_cutoffs(marks), sums(lambda c: c.mark_ties()))
+    take(lambda counter: counter.find_blocks, sums(lambda counter: counter.count_ties()))
+    take(lambda counter: counter.find_cutoffs, sums(lambda counter: counter.mark_ties()))
     for mine, wanted in zip(by_kernels, by_torch, strict=True):
         assert torch.equal(mine.thresholds, wanted.thresholds)
         assert torch.equal(mine.cutoffs, wanted.cutoffs)
-    assert bool(cut.any())
+    return again
 
 
 def compare_bit_writing(device: torch.device) -> None:
@@ -131,20 +159,22 @@ def compare_bit_writing(device: torch.device) -> None:
 
 def compare_selection(device: torch.device) -> None:
     """Selections from more tensors than a batch has, of all dtypes, beside a sort."""
+    whole = FlatShard(NUMEL, NUMEL)
+    drawn = [torch.randn(NUMEL, device=device) for _ in range(BATCH + 2)]
+    drawn += [torch.ones(NUMEL, device=device), torch.randn(NUMEL, device=device).bfloat16()]
+    drawn.insert(2, torch.randn(NUMEL, device=device).half())
+    tensors = [Candidates(each, 77 * number, whole) for number, each in enumerate(drawn)]
     with (
         mock.patch.object(counting, "SAMPLE", 64),
-        mock.patch.object(selection, "SAMPLE", 64),
-        mock.patch.object(selection, "FEW", 0),
-        mock.patch.object(selection, "_counter", KernelCounter),
+        mock.patch.object(selection, "SAMPLE", 64),  # every tensor is long enough for a sample
+        mock.patch.object(selection, "_on_gpu", lambda values: True),
+        mock.patch.object(selection, "_counter", mock.Mock(side_effect=KernelCounter)) as counter,
     ):
-        whole = FlatShard(NUMEL, NUMEL)
-        drawn = [torch.randn(NUMEL, device=device) for _ in range(BATCH + 2)]
-        drawn += [torch.ones(NUMEL, device=device), torch.randn(NUMEL, device=device).bfloat16()]
-        drawn.insert(2, torch.randn(NUMEL, device=device).half())
-        tensors = [Candidates(each, 77 * i, whole) for i, each in enumerate(drawn)]
-        for one, found in zip(tensors, select_largest_each(tensors), strict=True):
-            order = torch.sort(one.values.cpu().abs(), descending=True, stable=True).indices
-            assert torch.equal(found.positions().cpu().long(), order[: one.k].sort().values)
+        found = select_largest_each(tensors)
+    assert [len(call.args[0]) for call in counter.call_args_list] == [BATCH, 3, 1, 1]
+    for one, largest in zip(tensors, found, strict=True):
+        order = torch.sort(one.values.cpu().abs(), descending=True, stable=True).indices
+        assert torch.equal(largest.positions().cpu().long(), order[: one.k].sort().values)
 
 
 COMPARISONS = (compare_counting, compare_bit_writing, compare_selection)
