@@ -70,9 +70,20 @@ def describe_processor() -> dict[str, object]:
 
 def processor_model() -> str:
     """Return the CPU's model as the operating system names it, or its architecture."""
+    return _fact("model name") or platform.machine()
+
+
+@functools.cache
+def is_intel() -> bool:
+    """Return whether Intel has made the CPU."""
+    return _fact("vendor_id") == "GenuineIntel"
+
+
+def _fact(name: str) -> str:
+    """Return what /proc/cpuinfo says of the first core, "" if it does not."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        return ""
+    facts = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in facts if key.strip() == name), "")

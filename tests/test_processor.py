@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from megatron import processor
-from megatron.processor import describe_processor, multiplies_natively, processor_model
+from megatron.processor import (
+    describe_processor,
+    is_intel,
+    multiplies_natively,
+    processor_model,
+)
 
 
 def test_fp32_and_fp64_are_always_native() -> None:
@@ -46,9 +51,15 @@ def test_a_lower_instruction_set_has_no_16_bit_products() -> None:
 
 
 def test_a_machine_without_cpuinfo_is_named_by_architecture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "cpuinfo")
+    is_intel.cache_clear()
+    request.addfinalizer(is_intel.cache_clear)
     assert processor_model() == os.uname().machine
-    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU: 9000\n")
-    assert processor_model() == "Some CPU: 9000"
+    assert not is_intel()
+    (tmp_path / "cpuinfo").write_text(
+        "processor : 0\nvendor_id\t: GenuineIntel\nmodel name\t: Some CPU: 9000\n"
+    )
+    is_intel.cache_clear()
+    assert processor_model() == "Some CPU: 9000" and is_intel()

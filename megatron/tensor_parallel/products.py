@@ -1,8 +1,9 @@
 """Matrix products of a layer on a CPU, by the faster library and the faster dtype.
 
 torch computes fp32 products with MKL and 16-bit ones with oneDNN. On a core of an AMD EPYC (Zen 5,
-AVX512) MKL multiplies fp32 at 98 GFLOP/s and oneDNN at 160-220; on Intel, and with AVX2 only, both
-are about equal.
+AVX512) MKL multiplies fp32 at 98 GFLOP/s and oneDNN at 160-220; with AVX2 only, both are about
+equal. On Intel's CPUs MKL is faster (`tools/bench/products`), as oneDNN copies the operands of a
+backward pass that are transposed.
 
 A CPU without 16-bit multiply-add units runs oneDNN's 16-bit products at a sixth of the fp32 rate or
 less. There, operands are widened to fp32, a slice of the weight at a time so that it stays in
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron.low_memory.activation_checkpoint import product_result
-from megatron.processor import multiplies_natively
+from megatron.processor import is_intel, multiplies_natively, vector_instructions
 
 _WORTHWHILE = 1 << 22
 """Multiplications from which oneDNN is faster despite its start-up time."""
@@ -35,8 +36,8 @@ def multiply(
     The implementation depends on the shape, not on gradients, so that recomputation is bitwise
     equal.
     """
-    if _one_dnn_serves(inputs, weight):
-        return _OneDnnLinear.apply(inputs, weight, bias)
+    if uses_one_dnn(inputs, weight):
+        return one_dnn_linear(inputs, weight, bias)
     if must_widen(inputs.dtype, inputs.device):
         return _WidenedLinear.apply(inputs, weight, bias)
     return F.linear(inputs, weight, bias)
@@ -50,7 +51,7 @@ def product(
     The three products of a linear layer have the same number of multiplications, and so use the
     same implementation.
     """
-    if _one_dnn_serves(left, right):
+    if uses_one_dnn(left, right):
         return _product(left, right, bias)
     if must_widen(left.dtype, left.device):
         return _widened_product(left, right, bias)
@@ -85,15 +86,24 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if must_widen(tensor.dtype, tensor.device) else tensor
 
 
-def _one_dnn_serves(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+def uses_one_dnn(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether oneDNN computes the product of `inputs` [..., k] and `weight` [n, k]."""
     return (
         not torch.compiler.is_compiling()
         and inputs.device.type == "cpu"
         and inputs.dtype == weight.dtype == torch.float32
         and inputs.numel() * weight.shape[0] >= _WORTHWHILE
         and torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and vector_instructions() == "AVX512"
+        and not is_intel()
     )
+
+
+def one_dnn_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute `multiply` of fp32 tensors on a CPU by oneDNN."""
+    return _OneDnnLinear.apply(inputs, weight, bias)
 
 
 class _OneDnnLinear(torch.autograd.Function):

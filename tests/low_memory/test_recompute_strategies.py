@@ -133,15 +133,15 @@ def test_gradients_of_a_gpt_are_bitwise_equal(changes: dict[str, Any], dtype: to
         assert_same(of_gpt(recompute, dtype, **changes), wanted)
 
 
-@pytest.mark.parametrize("kind", ["_one_dnn_serves", "must_widen"])
+@pytest.mark.parametrize("kind", ["uses_one_dnn", "must_widen"])
 def test_products_with_their_own_backward_recompute_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The products of large shapes in fp32, and those of CPUs without 16-bit units."""
-    if kind == "_one_dnn_serves" and not torch.backends.mkldnn.is_available():
+    if kind == "uses_one_dnn" and not torch.backends.mkldnn.is_available():
         pytest.skip("torch has no oneDNN here")
-    dtype = torch.float32 if kind == "_one_dnn_serves" else torch.bfloat16
-    for each in ("_one_dnn_serves", "must_widen"):
+    dtype = torch.float32 if kind == "uses_one_dnn" else torch.bfloat16
+    for each in ("uses_one_dnn", "must_widen"):
         monkeypatch.setattr(products, each, lambda *_, served=each == kind: served)
     wanted = of_gpt(None, dtype, hidden_dropout=0.3)
     for recompute in STRATEGIES.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -68,11 +69,8 @@ def test_loss_and_gradients_are_those_of_one_rank(
 
 def with_one_dnn(groups: ProcessGroups, case: GridCase) -> Any:
     """Call `loss_and_gradients` with the matrix products that larger layers use on a CPU."""
-    usual, products._WORTHWHILE = products._WORTHWHILE, 0
-    try:
+    with mock.patch.multiple(products, _WORTHWHILE=0, is_intel=lambda: False):
         return loss_and_gradients(groups, case)
-    finally:
-        products._WORTHWHILE = usual
 
 
 @BOTH
