@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.data_parallel.dense_path import DensePath, ProductPath
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.data_parallel.local_steps import DilocoPath
-from megatron.pretrain import leave, pretrain
+from megatron.pretrain import begin, leave, pretrain
 from megatron.tasks.gpt import GPTTask
 from radius.baselines.demo import DeMoPath
 from radius.baselines.lowrank_sparse_path import LowRankSparsePath
@@ -123,5 +121,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
-    leave(main(sys.argv[1:]))
+    leave(main(begin()))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
-import sys
 from collections.abc import Sequence
 
-from megatron.pretrain import leave, pretrain
+from megatron.pretrain import begin, leave, pretrain
 from megatron.tasks.translation import TranslationTask
 from pretrain_gpt import GRADIENT_PATHS
 
@@ -19,5 +17,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
-    leave(main(sys.argv[1:]))
+    leave(main(begin()))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.pretrain import leave, pretrain
+from megatron.pretrain import begin, leave, pretrain
 from megatron.tasks.vision import VisionTask
 from pretrain_gpt import GRADIENT_PATHS
 
@@ -88,5 +86,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
-    leave(main(sys.argv[1:]))
+    leave(main(begin()))

@@ -9,6 +9,7 @@ configuration was checked.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import os
 import secrets
@@ -21,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron.closed_pipe import end_with_reader
 from megatron.config import Config, parse, resolve, to_yaml
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import bucket_elements
@@ -73,6 +75,8 @@ if TYPE_CHECKING:
 Paths = Mapping[str, GradientPath]
 """Gradient paths by the value of `--grad-path`."""
 
+PRINTING = frozenset({"-h", "--help", "--help-compat", "--dry-run"})
+"""Flags of a start that prints and trains nothing."""
 USAGE = """\
 usage: pretrain_{task}.py --config {example} [--FLAG VALUE ...]
        a YAML file, flags under Megatron-LM's names, or both; a flag wins over the file
@@ -97,6 +101,19 @@ def pretrain(task: Task, paths: Paths, argv: Sequence[str]) -> int:
     failures = Failures(argv=argv)
     with ExitStack() as held:
         return _pretrain(task, paths, argv, failures, held)
+
+
+def begin() -> Sequence[str]:
+    """Prepare the process of an entry script and return the command line without its name.
+
+    A crash of native code prints a traceback. A process that only prints ends with its reader, as
+    in `pretrain_gpt.py --help | head`.
+    """
+    faulthandler.enable()
+    argv = sys.argv[1:]
+    if PRINTING.intersection(argv):
+        end_with_reader()
+    return argv
 
 
 def leave(code: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""A tool whose reader has left, as `head -1` leaves, ends as `cat` ends: silently."""
+"""A program whose reader has left, as `head -1` leaves, ends as `cat` ends: silently."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-PRINTING = ("check_data", "evaluate", "generate", "plan", "report", "simulate", "status") + (
+REPO = Path(__file__).resolve().parents[2]
+TOOLS = ("check_data", "evaluate", "generate", "plan", "report", "simulate", "status") + (
     *("verify_checkpoint", "zero_shot"),
 )
+RUN = "--config configs/gpt_tiny.yaml --mock-data --dry-run"
+COMMANDS = [
+    *(f"tools/{name}.py --help" for name in TOOLS),
+    *(f"pretrain_gpt.py {flags}" for flags in ("--help", "--help-compat", RUN)),
+]
 
 
-@pytest.mark.parametrize("name", PRINTING)
-def test_a_tool_ends_silently_with_its_reader(name: str) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_program_ends_silently_with_its_reader(command: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, str(TOOLS / f"{name}.py"), "--help"],
+            [sys.executable, *command.split()],
+            cwd=REPO,
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,

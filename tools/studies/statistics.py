@@ -80,7 +80,9 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """Which of both is lower, beyond the error."""
+        """Which of both is lower, beyond the error; a single seed has no error of its own."""
+        if len(self.seeds) < 2:
+            return "one seed, not tested"
         if self.error is None or not is_beyond(self.mean, self.error, seeds=len(self.seeds)):
             return "no difference shown"
         return f"{self.first if self.mean < 0 else self.second} is lower"
