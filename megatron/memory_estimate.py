@@ -170,9 +170,7 @@ class _Sharder:
         shard = (
             TensorShard.evenly(shape, axis=0, rank=self.rank, ranks=ranks) if ranks > 1 else None
         )
-        rows = padded_rows(
-            length, rank=self.rank, ranks=ranks, multiple=model.make_vocab_size_divisible_by
-        )
+        rows = padded_rows(length, ranks=ranks, multiple=model.make_vocab_size_divisible_by)
         return ParamShape(name=name, logical_shape=shape, rows=rows, tp_shard=shard, tied=tied)
 
 
@@ -632,11 +630,9 @@ class Activations:
 
     @property
     def logits(self) -> int:
-        """Bytes of the first rank's logits; other ranks have at most as many."""
+        """Bytes of a rank's logits."""
         multiple = self.grid.config.model.make_vocab_size_divisible_by
-        columns = padded_rows(
-            self.grid.vocabulary, rank=0, ranks=self.grid.dims.tp, multiple=multiple
-        )
+        columns = padded_rows(self.grid.vocabulary, ranks=self.grid.dims.tp, multiple=multiple)
         return self._width * self._rows * columns
 
     @property

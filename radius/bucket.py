@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -59,6 +60,17 @@ class RadiusBucket:
     mean: Sequence[torch.Tensor] = ()
     flushed_norm: torch.Tensor | None = None
     _kept: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    _cuts: dict[int, Sequence[IndexPart]] = field(default_factory=dict[int, Sequence[IndexPart]])
+
+    def cuts(self, number: int, parts: int, density: Fraction) -> Sequence[IndexPart]:
+        """Return cut `number` of `parts` of each matrix that has any entries there.
+
+        Cuts are kept, as making one takes a CPU longer than launching what it is for.
+        """
+        if number not in self._cuts:
+            cuts = [part.cut(number, parts, density) for part in self.parts]
+            self._cuts[number] = [cut for cut in cuts if cut.places.total]
+        return self._cuts[number]
 
     # ---- sending -------------------------------------------------------------------------------
 

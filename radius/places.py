@@ -6,7 +6,7 @@ Radius selects entries from whole tensors, so a rank needs the positions of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def find_places(
-    model: ModelShard, stored: Mapping[str, int], layout: BucketLayout | None
+    model: ModelShard,
+    stored: Mapping[str, int],
+    buckets: Sequence[Sequence[str]],
+    layout: BucketLayout | None,
 ) -> dict[str, FlatShard]:
     """Return the positions of this rank's stored entries among the stored entries of whole tensors.
 
@@ -29,29 +32,32 @@ def find_places(
 
     Args:
         model: The parameters of this rank and its groups.
-        stored: Number of stored entries of each parameter, in the order of their buckets.
+        stored: Number of stored entries of each parameter.
+        buckets: Names of the parameters of each bucket, in order. Ranks select from the tensors of
+            a bucket together, so that it must have the same shared tensors on all of them.
         layout: Which entries are stored; None for all.
 
     Raises:
-        ConfigError: Tensor-parallel ranks would select entries in different orders.
+        ConfigError: Tensor-parallel ranks cut their gradients into different buckets.
     """
     found = {name: FlatShard(numel, numel) for name, numel in stored.items()}
     parts = {name: part for name in stored if (part := model.tp_shard(name)) is not None}
     tp = model.tp
     if tp is None or tp.size == 1:
         return found | {name: FlatShard.of(part) for name, part in parts.items()}
-    texts = tp.all_gather_str(json.dumps([[name, stored[name]] for name in parts]))
-    by_rank = [dict(json.loads(text)) for text in texts]
-    odd = [rank for rank, theirs in enumerate(by_rank) if list(theirs) != list(parts)]
+    cuts = [[name for name in names if name in parts] for names in buckets]
+    mine = {"cuts": [cut for cut in cuts if cut], "stored": {name: stored[name] for name in parts}}
+    by_rank = [json.loads(text) for text in tp.all_gather_str(json.dumps(mine))]
+    odd = [rank for rank, theirs in enumerate(by_rank) if theirs["cuts"] != mine["cuts"]]
     if odd:
         raise ConfigError(
-            f"rank {tp.ranks[odd[0]]} cut its gradients into buckets of another order "
-            f"than rank {tp.ranks[tp.rank]}, and would choose entries in another "
-            "order; give a larger --ddp-bucket-size"
+            f"rank {tp.ranks[odd[0]]} cut its gradients into other buckets than rank "
+            f"{tp.ranks[tp.rank]}, and would choose entries in another order; give a larger "
+            "--ddp-bucket-size"
         )
     for name, part in parts.items():
         shard = FlatShard.of(part)
-        if sum(theirs[name] for theirs in by_rank) < shard.total:
+        if sum(theirs["stored"][name] for theirs in by_rank) < shard.total:
             shard = _among_stored(tp, name, part, stored[name], layout)
         found[name] = shard
     return found

@@ -109,13 +109,17 @@ class RadiusReducer(GradientReducer):
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout | None = None) -> None:
         assert not self._first, "which entries exist is settled before Radius starts"
-        stored = {
-            name: min(where.numel, self._entries[name])
+        cuts = [
+            {
+                name: min(where.numel, self._entries[name])
+                for name, where in (bucket.whole or bucket).slices.items()
+                if name in self._entries
+            }
             for bucket in buckets
-            for name, where in (bucket.whole or bucket).slices.items()
-            if name in self._entries
-        }
-        places = find_places(self.model_shard, stored, layout) if buckets else {}
+        ]
+        stored = {name: count for cut in cuts for name, count in cut.items()}
+        names = [list(cut) for cut in cuts]
+        places = find_places(self.model_shard, stored, names, layout) if buckets else {}
         bits = bool(buckets) and self._all_keep_bits(buckets[0].grad.device)
         self._own = [self._take_on(bucket, places, bits) for bucket in buckets]
         if isinstance(self._whole, ReduceScatterReducer):
@@ -192,9 +196,8 @@ class RadiusReducer(GradientReducer):
             return own.gather_chosen(step.loss_scale)
         if own.phase is Phase.ROLLING:
             settings, interval = self.settings, self.settings.interval
-            number = step.t % interval
-            cuts = [part.cut(number, interval, settings.density) for part in own.parts]
-            values = own.gather_rolling([cut for cut in cuts if cut.places.total], step.loss_scale)
+            flushed = own.cuts(step.t % interval, interval, settings.density)
+            values = own.gather_rolling(flushed, step.loss_scale)
             if settings.residual != "none":
                 own.count_steps(min(self._waited(self._first), interval))
             return values

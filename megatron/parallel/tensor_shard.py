@@ -23,10 +23,13 @@ def even_share(length: int, *, rank: int, ranks: int) -> tuple[int, int]:
     return length * rank // ranks, length * (rank + 1) // ranks
 
 
-def padded_rows(length: int, *, rank: int, ranks: int, multiple: int) -> int:
-    """Return the rows in memory of a rank's even share of `length` rows, padded to `multiple`."""
-    start, stop = even_share(length, rank=rank, ranks=ranks)
-    return -(-(stop - start) // multiple) * multiple
+def padded_rows(length: int, *, ranks: int, multiple: int) -> int:
+    """Return the rows in memory of a rank's even share of `length` rows, padded to `multiple`.
+
+    They are those of the longest share on every rank, so that ranks have equal buckets.
+    """
+    longest = -(-length // ranks)
+    return -(-longest // multiple) * multiple
 
 
 @dataclass(frozen=True)

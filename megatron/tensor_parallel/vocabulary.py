@@ -57,8 +57,8 @@ class VocabularyTable(ShardedModule):
 
 
 def padded_share(vocab_size: int, *, tp: TensorParallel, divisible_by: int) -> int:
-    """Return the rows of a vocabulary table in this rank's memory, padding included."""
-    return padded_rows(vocab_size, rank=tp.rank, ranks=tp.size, multiple=divisible_by)
+    """Return the rows of a vocabulary table in a rank's memory, padding included."""
+    return padded_rows(vocab_size, ranks=tp.size, multiple=divisible_by)
 
 
 def vocabulary_shard(vocab_size: int, size: int, *, tp: TensorParallel) -> TensorShard:

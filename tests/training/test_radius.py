@@ -17,7 +17,7 @@ import torch
 from megatron.errors import CheckpointError
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import copies
-from tests.ranks import Ranks
+from tests.ranks import Ranks, grid
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 from tests.training.test_resume import check_left_and_resumed
 
@@ -51,6 +51,26 @@ def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, options
     for key in ("density", "bytes_sent", "residual_norm", "index_kept"):
         values = metrics_of(tmp_path / "left", key)
         assert values == metrics_of(tmp_path / "through", key) and values, key
+
+
+def on_rank_buckets(groups: ProcessGroups, flags: str, run_dir: Path) -> list[tuple[str, ...]]:
+    """Train, and return the parameters of each bucket."""
+    trainer = make_trainer(grid(groups, tp=2), flags, run_dir)
+    trainer.train()
+    trainer.metrics.close()
+    trainer.engine.detach()
+    return [bucket.names for bucket in trainer.engine.buckets]
+
+
+def test_an_odd_vocabulary_gives_tensor_parallel_ranks_equal_buckets(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Ranks that share tensors select from the tensors of a bucket together."""
+    model = TINY.replace("--hidden-size 32", "--hidden-size 256").replace("96", "257")
+    more = "--tensor-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 5 "
+    more += "--ddp-bucket-size 300000"
+    first, second = ranks.run(2, on_rank_buckets, f"{model} {RADIUS} {more}", tmp_path)
+    assert first == second and len(first) > 2
 
 
 def test_the_log_line_shows_what_it_does(ranks: Ranks, tmp_path: Path) -> None:
