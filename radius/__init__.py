@@ -8,6 +8,8 @@ resample, which sends everything and selects the entries of the next interval.
     schedule              the settings, and the check that a run has a resample (no torch)
     reducer               the messages of each step, and the state that all ranks share
     places, stats         stored entries of shared tensors; numbers for the log
+    part_selection        selection from parts of buckets, whole or in shards
+    torch_update          the updates of a torch optimizer, to select by (for `ddp_hook`)
     bucket                one bucket: selection, residual, state in a checkpoint
     residual              gradients that were not sent: kept in a buffer, or dropped
     index                 the number of selected entries, and the choice of their index

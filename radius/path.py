@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config import RefusedPair
+from megatron.config import RefusedPair, refused_pair
 from megatron.config.fields import ValueRange, at_least, between, option, section
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import (
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from megatron.parallel.groups import ProcessGroups
 
 
-def _pair(name: str, holds: Callable[[Config], object], reason: str, instead: str) -> RefusedPair:
-    return RefusedPair(name=name, holds=holds, reason=reason, instead=instead)
-
-
 def _options(config: Config) -> Any:
     """Return the options of Radius, as Any since their class is declared below."""
     return config.extensions["radius"]
@@ -48,13 +44,13 @@ def _sums_up(config: Config) -> bool:
 
 
 RADIUS_PAIRS: tuple[RefusedPair, ...] = (
-    _pair(
+    refused_pair(
         "radius_start_iter with radius_start_fraction",
         lambda c: None not in (_options(c).radius_start_iter, _options(c).radius_start_fraction),
         "Radius has one start",
         "give one of them",
     ),
-    _pair(
+    refused_pair(
         "radius_schedule rolling with adam_beta1 0",
         lambda c: (
             _options(c).radius_schedule == "rolling"
@@ -64,14 +60,14 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "sums of several steps enter the two moments apart, and the first has to last for that",
         "raise adam_beta1, or give --radius-schedule paper",
     ),
-    _pair(
+    refused_pair(
         "radius_schedule rolling with exp_avg_dtype or exp_avg_sq_dtype int8",
         lambda c: _options(c).radius_schedule == "rolling" and "int8" in c.optimizer.moment_dtypes,
         "moments of unselected entries are frozen, but int8 moments share a scale with selected "
         "ones and are rounded again in every step",
         "give bf16 instead, or --radius-schedule paper",
     ),
-    _pair(
+    refused_pair(
         "radius_schedule rolling and radius_select update with use_distributed_optimizer",
         lambda c: (
             c.parallel.use_distributed_optimizer
@@ -83,7 +79,7 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "step would count and gather them",
         "give --radius-select seeded or gradient, or --radius-schedule paper",
     ),
-    _pair(
+    refused_pair(
         "sgd_nesterov or sgd_weight_decay coupled",
         lambda c: (
             c.optimizer.optimizer == "sgd"
@@ -93,13 +89,13 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "gradient to which an L2 term could be added",
         "give --sgd-weight-decay decoupled without --sgd-nesterov, or another --grad-path",
     ),
-    _pair(
+    refused_pair(
         "radius_residual none with grad_wire int8 or int4 and grad_wire_feedback",
         lambda c: c.gradient.keeps_rounding and _options(c).radius_residual == "none",
         "there is no residual to keep what the wire rounds off",
         "give --grad-wire bf16, or --grad-wire-feedback false",
     ),
-    _pair(
+    refused_pair(
         "fp16 without accumulate_allreduce_grads_in_fp32",
         lambda c: c.precision.grad_dtype == "float16" and _sums_up(c),
         "a resample sends the sum of many steps times the loss scale, which overflows in 16 bit "

@@ -139,17 +139,14 @@ class EarlyBird(MaskUpdater):
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
         """Restore the state that `state_tensors` yielded."""
         self._draws, self._ticket = shared[_COUNTS].tolist()
-        numbers = {
-            int(name.split("/")[1])
-            for name in shared
-            if name.startswith(_STATE) and name != _COUNTS
-        }
+        # A rank without tensors to prune has no mask in `shared`, but compares as many as others.
+        kept = 0 if self._ticket else min(self._draws, DRAWS - 1)
         self._masks = [
             PackedMasks.of(
                 (info.name, shared[f"{_STATE}{number}/{info.name}"].view(info.local_shape))
                 for info in self.infos
             )
-            for number in sorted(numbers)
+            for number in range(self._draws - kept + 1, self._draws + 1)
         ]
 
     def _draw(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,10 +4,10 @@
     hook --> gather --> [bucket full] --> reduce ....... agree --> wait --> norm, factor
      (5)      (6)                          (7)              (8)       (9)      (10)
 
-The numbers are the batch steps of docs/architecture.md. From hook (5) to `zero`, the engine owns
-the gradients: outside backward every `param.grad` is None. On a GPU, gradients wait between (5) and
-(6) until one launch accumulates many of them (`held_gradients`). Buckets are launched in index
-order and no hook waits for a collective, so all ranks send in the same order.
+The numbers are the batch steps of docs/architecture.md. From hook (5) until the next step begins,
+the engine owns the gradients: outside backward every `param.grad` is None. On a GPU, gradients wait
+between (5) and (6) until one launch accumulates many of them (`held_gradients`). Buckets are
+launched in index order and no hook waits for a collective, so all ranks send in the same order.
 
 If the engine `streams` and nothing else must come first, `finish` ends with the agreement:
 iterating over `Step.reduced` waits for each mean (9), and the norm (10) comes last. Such a step is
@@ -79,8 +79,8 @@ class GradientEngine:
     """The owner of one rank's gradients, which accumulates and reduces them and agrees on the step.
 
     A step is `begin`, backward passes, `finish`, and then either the optimizer and `commit`, or
-    `abort`; both zero the gradients. `expect_last_backward` announces the last backward of each set
-    of parameters.
+    `abort`; both forget the gradients, which those of the next step overwrite.
+    `expect_last_backward` announces the last backward of each set of parameters.
 
     `cap` is the maximum number of entries of a bucket. With `overlap`, full buckets are reduced
     during backward, otherwise in `finish`. `stream` permits steps that are `Step.arriving`, if the

@@ -38,7 +38,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 class LayoutChange:
     """A change to another layout.
 
-    Entries stored in both layouts keep their values bit by bit; new entries start from zero.
+    Entries stored in both layouts keep their values, bit by bit where states are fp32 or plain
+    bf16; other formats are encoded again. New entries start from zero.
     `reset_moments` sets all moments to zero; the number of applied updates, by which Adam corrects
     its moments, goes on.
     """
@@ -118,7 +119,7 @@ class GradientPath:
     """A value of `--grad-path`, with the settings that it adds.
 
     A path with a new reducer over all entries overrides `name` and `reducer`; everything else has a
-    default. The module of a path must not import torch at top level: import torch inside `layout`,
+    default. The module of a path must not import torch at top level: import torch inside
     `reducer` or `build`.
     """
 

@@ -12,10 +12,10 @@ file has settings and planned bytes, and loads no torch; `outer_step` has the re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config import RefusedPair, at_least, option, section
+from megatron.config import RefusedPair, at_least, option, refused_pair, section
 from megatron.config.fields import ValueRange, between
 from megatron.config.rules import nearest_multiples
 from megatron.data_parallel.bucket_plan import (
@@ -112,25 +112,21 @@ class DilocoConfig:
         )
 
 
-def _pair(name: str, holds: Callable[[Config], object], reason: str, instead: str) -> RefusedPair:
-    return RefusedPair(name=name, holds=holds, reason=reason, instead=instead)
-
-
 DILOCO_PAIRS: tuple[RefusedPair, ...] = (
-    _pair(
+    refused_pair(
         "grad_path diloco with skip_loss_spikes",
         lambda c: c.training.skip_loss_spikes is not None,
         "replicas skip steps on their own, and a mean loss does not tell whose loss is too far out",
         "drop --skip-loss-spikes",
     ),
-    _pair(
+    refused_pair(
         "grad_path diloco with main_params_dtype, exp_avg_dtype or exp_avg_sq_dtype",
         lambda c: {c.optimizer.main_params_dtype, *c.optimizer.moment_dtypes} != {"fp32"},
         "differences of weights are smaller than the rounding of 16-bit weights, and states of "
         "replicas are saved in fp32",
         "drop them",
     ),
-    _pair(
+    refused_pair(
         "outer_compression topk with grad_wire",
         lambda c: _options(c).outer_compression == "topk" and c.gradient.grad_wire is not None,
         "a message of the largest entries has a format of its own",

@@ -130,7 +130,7 @@ class Work(Protocol):
     """A reduction in progress; one of its methods is called once ranks agree on the gradients."""
 
     def wait(self) -> ReducedGrad:
-        """Block until the mean has arrived; its values are valid until the bucket is zeroed."""
+        """Block until the mean has arrived; its values are valid until `commit` or `abort`."""
         ...
 
     def drop(self) -> None:

@@ -24,7 +24,8 @@ class Wire:
     """The encoding of values between the ranks of one group; the base class sends them as they are.
 
     An `Exchange` averages through its wire, so that no reducer depends on the encoding. A subclass
-    that encodes values overrides `mean` and `is_exact`. The result must be bit-equal on every rank.
+    that encodes values overrides `mean`, `mean_of_part` and `is_exact`. The result must be
+    bit-equal on every rank.
     """
 
     is_exact = True

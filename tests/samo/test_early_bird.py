@@ -25,7 +25,7 @@ from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from samo import pruning
 from samo.early_bird import EarlyBird
-from samo.mask import flat_mask
+from samo.mask import PackedMasks, flat_mask
 from samo.pruning import distance, magnitude, prunable
 from samo.schedule import DRAWS, first_ticket, why_no_resample
 from tests.samo.grid_toy import state_of
@@ -234,6 +234,17 @@ def test_a_saved_queue_goes_on(stop: int | str) -> None:
     assert second.layout_is_final == first.layout_is_final == (stop >= ticket)
     assert before + run(second, stop + 1, LAST) == run(whole, 1, LAST)
     assert first.notes() + second.notes() == whole.notes()
+
+
+@pytest.mark.parametrize("draws", [0, 1, DRAWS - 1, DRAWS + 2])
+def test_a_stage_with_nothing_to_prune_keeps_as_many_masks_as_others(draws: int) -> None:
+    """Distances are collective: a stage must compare as many masks after a resume as others do."""
+    kept = min(draws, DRAWS - 1)
+    options: dict[str, Any] = {"scope": "tensor", "interval": INTERVAL, "limit": 0.2, "last": LAST}
+    first, second = EarlyBird([], P, **options), EarlyBird([], P, **options)
+    first._draws, first._masks = draws, [PackedMasks.of(())] * kept
+    second.load_state_tensors(state_of(first))
+    assert second._draws == draws and len(second._masks) == kept
 
 
 def steps_of(
