@@ -14,6 +14,7 @@ from megatron.data_parallel.reducer import (
     GradientReducer,
     OptimizerUpdate,
     PerEntryState,
+    PiecewiseWork,
     ReducedGrad,
     StepContext,
     Work,
@@ -31,20 +32,6 @@ class TransferWork:
     def wait(self) -> ReducedGrad:
         if self.transfer is not None:
             self.transfer.wait()
-        return ReducedGrad(values=self.values)
-
-    def drop(self) -> None:
-        self.wait()
-
-
-@dataclass
-class _PiecesWork:
-    values: torch.Tensor
-    pieces: list[tuple[Slice, TransferWork]]
-
-    def wait(self) -> ReducedGrad:
-        for _, work in self.pieces:
-            work.wait()
         return ReducedGrad(values=self.values)
 
     def drop(self) -> None:
@@ -99,7 +86,7 @@ class AllReduceReducer(GradientReducer):
         starts = range(0, bucket.numel, most)
         pieces = [Slice(start, min(most, bucket.numel - start)) for start in starts]
         work = [(where, self._reduced(bucket, where, lost)) for where in pieces]
-        return work[0][1] if len(work) == 1 else _PiecesWork(bucket.grad, work)
+        return work[0][1] if len(work) == 1 else PiecewiseWork(bucket.grad, work)
 
     def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
         if bucket.index in self._feedback:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from megatron.data_parallel.bucket import GradBucket, Slice
 
@@ -138,14 +138,23 @@ class Work(Protocol):
         ...
 
 
-@runtime_checkable
-class PiecewiseWork(Work, Protocol):
-    """A reduction of a bucket in pieces that can be waited for one at a time."""
+@dataclass
+class PiecewiseWork:
+    """A `Work` in place into `values`, in pieces that can be waited for one at a time.
 
-    @property
-    def pieces(self) -> Sequence[tuple[Slice, Work]]:
-        """The slices of the bucket, in order, with the reduction of each."""
-        ...
+    `pieces` are the slices of the bucket, in order, with the reduction of each.
+    """
+
+    values: torch.Tensor
+    pieces: Sequence[tuple[Slice, Work]]
+
+    def wait(self) -> ReducedGrad:
+        for _, work in self.pieces:
+            work.wait()
+        return ReducedGrad(values=self.values)
+
+    def drop(self) -> None:
+        self.wait()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megatron.data_parallel.bucket import ParamInfo, Slice
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
-from megatron.data_parallel.reducer import ReducedGrad
+from megatron.data_parallel.reducer import PiecewiseWork, ReducedGrad
 from megatron.errors import NumericsError
 from megatron.fault_tolerance.replicas import compare_replicas
 from megatron.optimizer import bucket_optimizer, distributed_optimizer
@@ -178,11 +178,10 @@ def test_a_bucket_is_updated_from_its_beginning_while_its_end_is_on_its_way() ->
         def drop(self) -> None:
             self.wait()
 
-    class PiecewiseSums:
+    class PiecewiseSums(PiecewiseWork):
         def __init__(self, grad: torch.Tensor) -> None:
             cuts = [Slice(at, min(128, grad.numel() - at)) for at in range(0, grad.numel(), 128)]
-            self.pieces = [(cut, Sum(i, cut, grad)) for i, cut in enumerate(cuts)]
-            self.values = grad
+            super().__init__(grad, [(cut, Sum(i, cut, grad)) for i, cut in enumerate(cuts)])
 
         def wait(self) -> ReducedGrad:
             raise AssertionError("nobody may wait for all of it")
