@@ -33,18 +33,24 @@ def together() -> dict[str, dict[str, str]]:
     }
 
 
+def is_accepted(path: str, more: str = "") -> bool:
+    """Return whether the program accepts a short run of a path on four ranks with more flags."""
+    needed = [flags for part, flags in NEEDED.items() if part in path.split("+")]
+    flags = " ".join([RUN, "--grad-path", path, *needed, more])
+    try:
+        resolve(parse(flags.split(), paths=GRADIENT_PATHS), 4)
+    except ConfigError:
+        return False
+    return True
+
+
 def test_every_path_has_a_row() -> None:
     assert set(together()) == set(GRADIENT_PATHS)
+    assert all(is_accepted(path) for path in GRADIENT_PATHS), "alone"
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("path", GRADIENT_PATHS)
 def test_what_goes_together_is_accepted(path: str, setting: str) -> None:
-    needed = [flags for part, flags in NEEDED.items() if part in path.split("+")]
-    flags = " ".join([RUN, "--grad-path", path, *needed, SETTINGS[setting]])
-    try:
-        resolve(parse(flags.split(), paths=GRADIENT_PATHS), 4)
-        accepted = True
-    except ConfigError:
-        accepted = False
+    accepted = is_accepted(path, SETTINGS[setting])
     assert together()[path][setting].startswith("yes" if accepted else "no")

@@ -79,7 +79,8 @@ def compare_counting(device: torch.device) -> None:
     """Each step beside plain torch's: full batches, one tensor, and shards of several ranks."""
     with mock.patch.object(counting, "SAMPLE", 64):
         for dtype, sampled in product(DTYPES, (False, True)):
-            again = _compare_steps([assorted(device, dtype)], sampled=sampled)
+            again, ties = _compare_steps([assorted(device, dtype)], sampled=sampled)
+            assert ties[0] == 100
             if again is not None:  # one sample tells the truth, the other misleads
                 assert not again[0].any() and again[MISLED].any()
         _compare_steps([assorted(device, torch.float32)[MISLED:][:1]], sampled=True)
@@ -94,10 +95,11 @@ def _compare_steps(
     *,
     sampled: bool,
     kind: torch.dtype = torch.int32,
-) -> torch.Tensor | None:
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Select on every rank by kernels and by torch; counts must be equal after each step.
 
-    The kernels count in `kind`. Returns the counts that correct a sample's.
+    The kernels count in `kind`. Returns the counts that correct a sample's, and the number of
+    entries at the threshold of each tensor.
     """
     by_kernels = [KernelCounter(batch) for batch in batches]
     by_torch = [TorchCounter(batch) for batch in batches]
@@ -126,12 +128,13 @@ def _compare_steps(
     take(lambda counter: counter.zoom, counts, again)
     take(lambda counter: counter.find_thresholds, sums(lambda counter: counter.count()))
     cut = by_torch[0]._cut.long()  # other ties are not counted
-    take(lambda counter: counter.find_blocks, sums(lambda counter: counter.count_ties()))
+    ties = sums(lambda counter: counter.count_ties())
+    take(lambda counter: counter.find_blocks, ties)
     take(lambda counter: counter.find_cutoffs, sums(lambda counter: counter.mark_ties()))
     for mine, wanted in zip(by_kernels, by_torch, strict=True):
         assert torch.equal(mine.thresholds, wanted.thresholds)
         assert torch.equal(mine.cutoffs, wanted.cutoffs)
-    return again
+    return again, ties.sum(1)
 
 
 def compare_bit_writing(device: torch.device) -> None:
