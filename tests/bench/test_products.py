@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tools.bench.common.page_files import read_results
 from tools.bench.products.run import ONE_DNN, TORCH, main
 
+needs_one_dnn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
+)
 
+
+@needs_one_dnn
 def test_smoke_times_both_ways(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:

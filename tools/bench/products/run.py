@@ -3,7 +3,8 @@
     python -m tools.bench.products.run [--rounds N] [--out FOLDER]     a minute
     python -m tools.bench.products.run --smoke                         tiny layers
 
-Forward and backward of one layer with a bias, on one thread. The two take turns.
+Forward and backward of one layer with a bias, on one thread. The two take turns. Exit code 2 if
+torch has no oneDNN.
 """
 
 from __future__ import annotations
@@ -99,6 +100,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder of the page")
     parser.add_argument("--smoke", action="store_true", help="tiny layers, two rounds")
     options = parser.parse_args(arguments)
+    if not torch.backends.mkldnn.is_available():
+        print("error: this build of torch has no oneDNN", file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers, rows, rounds = LAYERS, ROWS, options.rounds
