@@ -75,12 +75,12 @@ def processor_model() -> str:
 
 @functools.cache
 def is_intel() -> bool:
-    """Return whether Intel has made the CPU."""
+    """Return whether the CPU is made by Intel."""
     return _fact("vendor_id") == "GenuineIntel"
 
 
 def _fact(name: str) -> str:
-    """Return what /proc/cpuinfo says of the first core, "" if it does not."""
+    """Return an entry of the first core in /proc/cpuinfo; "" if there is none."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

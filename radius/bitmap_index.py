@@ -281,7 +281,7 @@ class FlushedBitmapIndex(BitmapIndexBase):
 
 
 def _set_bits(octets: np.ndarray, start: int, stop: int) -> None:
-    """Set the bits of `[start, stop)`, which is not empty, the first of an octet is its highest."""
+    """Set the bits of a range that is not empty; the first bit of an octet is its highest."""
     first, last = start // 8, stop // 8
     low, high = 0xFF >> start % 8, 0xFF00 >> stop % 8 & 0xFF
     if first == last:

@@ -65,7 +65,8 @@ class RadiusBucket:
     def cuts(self, number: int, parts: int, density: Fraction) -> Sequence[IndexPart]:
         """Return cut `number` of `parts` of each matrix that has any entries there.
 
-        Cuts are kept, as making one takes a CPU longer than launching what it is for.
+        `parts` and `density` are the same in every call: cuts are kept, since making them in each
+        step takes a CPU longer than launching the kernels that use them.
         """
         if number not in self._cuts:
             cuts = [part.cut(number, parts, density) for part in self.parts]

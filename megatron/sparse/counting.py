@@ -74,7 +74,7 @@ class MagnitudeCounter(Protocol):
         ...
 
     def narrow(self, seen: torch.Tensor) -> None:
-        """Take brackets that almost certainly hold the k-th largest magnitudes, by the sample."""
+        """Narrow each bracket, by a sample, so that it almost certainly holds the k-th largest."""
         ...
 
     def count(self) -> torch.Tensor:
@@ -82,7 +82,7 @@ class MagnitudeCounter(Protocol):
         ...
 
     def widen(self, counts: torch.Tensor) -> None:
-        """Take all magnitudes again where the bracket has not the k-th largest."""
+        """Take all magnitudes as the bracket again where it does not hold the k-th largest."""
         ...
 
     def count_again(self) -> torch.Tensor:

@@ -54,17 +54,17 @@ class KernelCounter:
         rows = [shard.row if shard.runs is None else 0 for shard in shards]
         strides_of_rows = [shard.stride for shard in shards]
         offsets, skipped = [shard.offset for shard in shards], [shard.first for shard in shards]
-        same = [1] * len(batch)
+        ones = [1] * len(batch)
         parts = [
             [[one.values.data_ptr() for one in batch]],
-            [numels, same, ends],
+            [numels, ones, ends],
             [sampled, strides, sample_ends],
             [rows, strides_of_rows, offsets, skipped],
             [[shard.total for shard in shards]],
             [[one.k for one in batch]],
             [[number] * len(batch) for number in EVERYTHING],
             [[number] * len(batch) for number in NOTHING],
-            [same],
+            [ones],
         ]
         padding = [_NO_PROGRAM] * (BATCH - len(batch))
         numbers = torch.tensor([row + padding for part in parts for row in part])
@@ -96,9 +96,9 @@ class KernelCounter:
     ) -> None:
         """Launch a program for each piece of each tensor, or of its sample."""
         programs = self._sample_programs if sample else self._programs
-        read = (self._addresses, self._sample if sample else self._entries)
+        extents = (self._addresses, self._sample if sample else self._entries)
         sizes |= {"ROWS": BATCH, "ENTRIES": _ENTRIES, "STRIDED": sample}
-        launch(kernel, programs, *read, *arguments, 0, **sizes, DTYPE=self._dtype)
+        launch(kernel, programs, *extents, *arguments, 0, **sizes, DTYPE=self._dtype)
 
     def _over_tensors(self, kernel: Any, *arguments: Any, **sizes: int) -> None:
         """Launch a program for each tensor."""
@@ -178,12 +178,12 @@ def _ends(numels: Sequence[int]) -> list[int]:
 
 
 @triton.jit
-def _own_piece(read, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
+def _own_piece(extents, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
     """Return a program's tensor, its first entry, and the number of entries left from there."""
     program = tl.program_id(0).to(tl.int64)
-    ends = tl.load(read + 2 * ROWS + tl.arange(0, ROWS))
+    ends = tl.load(extents + 2 * ROWS + tl.arange(0, ROWS))
     row = tl.sum((ends <= program).to(tl.int32), axis=0)
-    numel, end = tl.load(read + row), tl.load(read + 2 * ROWS + row)
+    numel, end = tl.load(extents + row), tl.load(extents + 2 * ROWS + row)
     begin = (program - end + tl.cdiv(numel, ENTRIES)) * ENTRIES
     left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
     return row, begin, left
@@ -192,7 +192,7 @@ def _own_piece(read, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
 @triton.jit
 def _magnitudes(
     addresses,
-    read,
+    extents,
     row,
     begin,
     left,
@@ -205,7 +205,7 @@ def _magnitudes(
     kind = tl.pointer_type(DTYPE)  # pyright: ignore[reportArgumentType]
     values = tl.load(addresses + row).to(kind)
     if STRIDED:
-        stride = tl.load(read + ROWS + row)
+        stride = tl.load(extents + ROWS + row)
         found = tl.load(values + (begin + at) * stride, mask=at < left, other=0.0)
     else:
         found = tl.load(values + begin + at, mask=at < left, other=0.0)
@@ -215,7 +215,7 @@ def _magnitudes(
 @triton.jit(do_not_specialize=["apart"])
 def _histogram(
     addresses,
-    read,
+    extents,
     bracket,
     counts,
     apart,
@@ -225,12 +225,12 @@ def _histogram(
     STRIDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    row, begin, left = _own_piece(read, ROWS, ENTRIES)
+    row, begin, left = _own_piece(extents, ROWS, ENTRIES)
     first, last = tl.load(bracket + row).to(tl.int32), tl.load(bracket + ROWS + row).to(tl.int32)
     shift = tl.load(bracket + 2 * ROWS + row).to(tl.int32)
     if first <= last:
         at = tl.arange(0, ENTRIES) + apart
-        magnitude = _magnitudes(addresses, read, row, begin, left, at, ROWS, STRIDED, DTYPE)
+        magnitude = _magnitudes(addresses, extents, row, begin, left, at, ROWS, STRIDED, DTYPE)
         mine = counts + row.to(tl.int64) * (BINS + 1)
         kind = counts.dtype.element_ty
         above = tl.sum((magnitude > last).to(tl.int32), axis=0)
@@ -403,7 +403,7 @@ def _whole_places(places, row, at, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["blocks", "apart"])
 def _count_ties(
     addresses,
-    read,
+    extents,
     places,
     thresholds,
     cut,
@@ -416,10 +416,10 @@ def _count_ties(
     STRIDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    row, begin, left = _own_piece(read, ROWS, ENTRIES)
+    row, begin, left = _own_piece(extents, ROWS, ENTRIES)
     if tl.load(cut + row) & (tl.load(places + row) > 0):
         at = tl.arange(0, ENTRIES) + apart
-        magnitude = _magnitudes(addresses, read, row, begin, left, at, ROWS, STRIDED, DTYPE)
+        magnitude = _magnitudes(addresses, extents, row, begin, left, at, ROWS, STRIDED, DTYPE)
         block = _whole_places(places, row, begin + at, ROWS) // TIE_BLOCK
         one = tl.full((ENTRIES,), 1, tl.int64)
         tied = magnitude == tl.load(thresholds + row)
@@ -439,7 +439,7 @@ def _find_blocks(counts, wanted, cut, blocks, length, PIECE: tl.constexpr):
 @triton.jit(do_not_specialize=["apart"])
 def _mark_ties(
     addresses,
-    read,
+    extents,
     places,
     thresholds,
     cut,
@@ -452,7 +452,7 @@ def _mark_ties(
     STRIDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    row, begin, left = _own_piece(read, ROWS, ENTRIES)
+    row, begin, left = _own_piece(extents, ROWS, ENTRIES)
     if tl.load(cut + row) & (tl.load(places + row) > 0):
         first = tl.load(blocks + row) * TIE_BLOCK
         # Places ascend with entries: only a piece that meets the block is read.
@@ -460,7 +460,7 @@ def _mark_ties(
         highest = _whole_places(places, row, begin + left - 1, ROWS)
         if (highest >= first) & (lowest < first + TIE_BLOCK):
             at = tl.arange(0, ENTRIES) + apart
-            magnitude = _magnitudes(addresses, read, row, begin, left, at, ROWS, STRIDED, DTYPE)
+            magnitude = _magnitudes(addresses, extents, row, begin, left, at, ROWS, STRIDED, DTYPE)
             within = _whole_places(places, row, begin + at, ROWS) - first
             tied = (magnitude == tl.load(thresholds + row)) & (within >= 0) & (within < TIE_BLOCK)
             one = tl.full((ENTRIES,), 1, tl.int64)
