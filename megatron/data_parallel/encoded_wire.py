@@ -22,9 +22,9 @@ import torch
 
 from megatron.data_parallel.codecs import CODECS
 from megatron.data_parallel.exchange import Exchange
-from megatron.data_parallel.wire import Waitable, Wire
+from megatron.data_parallel.wire import Wire
 from megatron.data_parallel.wire_format import block_of, chunk_length, format_of, part_bytes
-from megatron.parallel.groups import Group, ProcessGroups
+from megatron.parallel.groups import Group, ProcessGroups, Waitable
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -166,9 +166,7 @@ class _EncodedMean:
             lost = self._of(self._lost, group.rank)
             mean.sub_(self._decoded(self._received[group.rank])).mul_(group.size)
             lost.copy_(mean[: lost.numel()])
-        for work in returns.all_gather_in_place(self._received):
-            if work is not None:
-                work.wait()
+        returns.all_gather(self._received, self._received[group.rank])
         for rank in range(group.size):
             chunk = self._chunk(rank)
             chunk.copy_(self._decoded(self._received[rank])[: chunk.numel()])

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
-from megatron.data_parallel.wire import Waitable, Wire
-from megatron.parallel.groups import Group
+from megatron.data_parallel.wire import Wire
+from megatron.parallel.groups import Group, Waitable
 
 
 class TimingEvent(Protocol):
@@ -205,8 +205,9 @@ class Exchange:
 
     def gather_in_place(self, parts: torch.Tensor) -> Transfer:
         """All-gather equal parts of a 1-D tensor in place; each rank has set its own part."""
-        pending = self._group.all_gather_in_place(parts)
-        return self._started(parts, pending, (self.ranks - 1) * (parts.nbytes // self.ranks))
+        mine = parts.chunk(self.ranks)[self.rank]
+        pending = self._group.all_gather(parts, mine, async_op=True)
+        return self._started(parts, [pending], (self.ranks - 1) * mine.nbytes)
 
     def all_gather_str(self, text: str) -> list[str]:
         """All-gather a short text, in rank order; blocks the host.

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
-from megatron.parallel.groups import Group
-
-
-class Waitable(Protocol):
-    """A communication in progress."""
-
-    def wait(self) -> object:
-        """Block until it is complete; on a GPU, block the current stream only."""
-        ...
+from megatron.parallel.groups import Group, Waitable
 
 
 class Wire:

@@ -7,12 +7,12 @@ never initialises torch.distributed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,31 @@ from megatron.errors import ERRORS_BY_CODE, SparsetronError
 from megatron.parallel.dims import ParallelDims
 
 T = TypeVar("T")
+EXCHANGED = (1 << 31) - 1
+"""Tag of the messages between all ranks of a group: the largest, which no pipeline reaches."""
 # torch 2.13 renamed these functions and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Waitable(Protocol):
+    """A communication in progress."""
+
+    def wait(self) -> object:
+        """Block until it is complete; on a GPU, block the current stream only."""
+        ...
+
+
+class Messages:
+    """Messages in progress, which a collective consists of."""
+
+    def __init__(self, pending: Sequence[dist.Work]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Block until all of them have arrived, and may be modified here."""
+        for work in self._pending:
+            work.wait()
 
 
 class Calls:
@@ -110,31 +132,22 @@ class Group:
 
     def all_gather(
         self, out: torch.Tensor, mine: torch.Tensor, *, async_op: bool = False, about: str = ""
-    ) -> dist.Work | None:
+    ) -> Waitable | None:
         """Gather `mine` of every rank into `out`, in group order.
 
-        Both are contiguous and of one dtype; `out` has `size` times as many rows as `mine`.
+        Both are contiguous and of one dtype; `out` has `size` times as many rows as `mine`, which
+        may be this rank's own rows of `out`.
         """
         if self.handle is None:
-            out.view(-1).copy_(mine.view(-1))
+            out.view(mine.shape).copy_(mine)
             return None
         self.calls.note(about or "gather", mine)
         self.traffic.add((self.size - 1) * mine.nbytes)
-        return _all_gather(out, mine, group=self.handle, async_op=async_op)
-
-    def all_gather_in_place(self, parts: torch.Tensor) -> list[dist.Work | None]:
-        """Start to gather equal parts of a contiguous tensor; each rank has set its own part.
-
-        Args:
-            parts: The parts in group order, along the first axis.
-        """
-        by_rank = parts.chunk(self.size)
-        if parts.is_cuda:
-            return [self.all_gather(parts, by_rank[self.rank], async_op=True)]
-        # gloo's all-gather copies inputs and outputs and takes four times as long as broadcasts
-        # (64 MB, 2 and 4 ranks: 227 against 56 ms, 343 against 78 ms). The mean number of bytes
-        # sent per rank is equal.
-        return [self.broadcast(part, rank, async_op=True) for rank, part in enumerate(by_rank)]
+        if mine.is_cuda:
+            return _all_gather(out, mine, group=self.handle, async_op=async_op)
+        rows = out.view(-1).chunk(self.size)
+        rows[self.rank].copy_(mine.view(-1))
+        return self._exchange([mine.view(-1)] * self.size, rows, async_op=async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, source: int, *, async_op: bool = False, about: str = ""
@@ -166,7 +179,7 @@ class Group:
 
     def all_to_all(
         self, out: torch.Tensor, mine: torch.Tensor, *, async_op: bool = False, about: str = ""
-    ) -> dist.Work | None:
+    ) -> Waitable | None:
         """Send row i of `mine` to the rank at index i, and receive its row for this rank.
 
         Both are contiguous and have `size` rows of equal length; row i of `out` is from rank i.
@@ -176,7 +189,32 @@ class Group:
             return None
         self.calls.note(about or "all-to-all", mine)
         self.traffic.add((self.size - 1) * mine.nbytes // self.size)
-        return dist.all_to_all_single(out, mine, group=self.handle, async_op=async_op)
+        if mine.is_cuda:
+            return dist.all_to_all_single(out, mine, group=self.handle, async_op=async_op)
+        out[self.rank].copy_(mine[self.rank])
+        return self._exchange(mine.unbind(), out.unbind(), async_op=async_op)
+
+    def _exchange(
+        self, mine: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, async_op: bool
+    ) -> Waitable | None:
+        """Send `mine[i]` to the rank at index i, and receive `received[i]` from it, over gloo.
+
+        The messages of a pair of ranks arrive in the order in which they were sent.
+        """
+        # gloo's collectives copy their tensors, and leave links idle: at most two run at a time,
+        # and a broadcast passes from rank to rank. tools/bench/exchange compares them.
+        assert self.handle is not None, "nobody to send to"
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        ranks, handle = self.ranks, self.handle
+        pending = [
+            dist.irecv(received[i], ranks[i], group=handle, tag=EXCHANGED) for i in others[::-1]
+        ]
+        pending += [dist.isend(mine[i], ranks[i], group=handle, tag=EXCHANGED) for i in others]
+        messages = Messages([work for work in pending if work is not None])
+        if async_op:
+            return messages
+        messages.wait()
+        return None
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0, about: str) -> dist.Work:
         """Start to send a contiguous tensor to the rank at index `to`.

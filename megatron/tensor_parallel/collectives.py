@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.groups import ALONE, Group
+from megatron.parallel.groups import ALONE, Group, Waitable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -93,7 +93,7 @@ class TensorParallel:
 
     def gather(
         self, part: torch.Tensor, *, async_op: bool = False
-    ) -> tuple[torch.Tensor, dist.Work | None]:
+    ) -> tuple[torch.Tensor, Waitable | None]:
         """Gather parts [b, s/tp, n] to [tp * b, s/tp, n], and return the work handle of `async_op`.
 
         Without sequence parallelism `part` is returned as it is.
@@ -105,7 +105,7 @@ class TensorParallel:
 
     def add_up(
         self, terms: torch.Tensor, *, async_op: bool = False
-    ) -> tuple[torch.Tensor, dist.Work | None]:
+    ) -> tuple[torch.Tensor, Waitable | None]:
         """Sum contiguous `terms` over ranks, and return the sum with the work handle of `async_op`.
 
         The sum overwrites `terms`. With sequence parallelism, `terms` are by rank, and the sum is a

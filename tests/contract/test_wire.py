@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.encoded_wire import EncodedWire
 from megatron.data_parallel.exchange import Exchange
-from megatron.data_parallel.wire import Waitable, Wire
+from megatron.data_parallel.wire import Wire
 from megatron.data_parallel.wire_format import part_bytes
-from megatron.parallel.groups import Group, ProcessGroups
+from megatron.parallel.groups import Group, ProcessGroups, Waitable
 from tests.contract.harness import PathCase, Toy, gradients, same
 from tests.ranks import Ranks
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -75,20 +76,80 @@ def test_a_group_of_one_is_a_no_op(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, on_rank_sum) == [[world * (world + 1) / 2, 5.0]] * world
 
 
-def on_rank_late(groups: ProcessGroups) -> str:
+def in_flight(group: Group, number: int, dtype: torch.dtype) -> Callable[[], list[torch.Tensor]]:
+    """Start two all-gathers and an all-to-all of values that differ by number and rank."""
+    rank, size = group.rank, group.size
+    base = torch.tensor([number, rank], dtype=dtype)
+    gathered, in_place = base.new_zeros(size, 2), base.new_zeros(2 * size)
+    in_place.view(size, 2)[rank] = base
+    rows = torch.stack([torch.tensor([number + rank, to], dtype=dtype) for to in range(size)])
+    swapped = torch.zeros_like(rows)
+    pending = [
+        group.all_gather(gathered, base, async_op=True),
+        group.all_gather(in_place, in_place.view(size, 2)[rank], async_op=True),
+        group.all_to_all(swapped, rows, async_op=True),
+    ]
+
+    def arrived() -> list[torch.Tensor]:
+        for work in reversed(pending):
+            assert (work is None) == (size == 1)
+            if work is not None:
+                work.wait()
+        return [gathered, in_place.view(size, 2), swapped]
+
+    return arrived
+
+
+def on_rank_exchange(groups: ProcessGroups, dtype: torch.dtype) -> bool:
+    """Return whether every rank's values arrive in their places, with 30 exchanges under way."""
+    group, expected = groups.dp, torch.arange(groups.dp.size)
+    time.sleep(0.1 * group.rank)  # so that messages come before they are asked for
+    flights = [in_flight(group, number, dtype) for number in range(30)]
+    late = torch.tensor([1.0])
+    group.all_reduce(late, dist.ReduceOp.SUM)  # while they are under way
+    right = late.item() == group.size
+    for number, arrived in reversed(list(enumerate(flights))):
+        gathered, in_place, swapped = (found.long() for found in arrived())
+        numbers = torch.full_like(expected, number)
+        right &= torch.equal(gathered, torch.stack([numbers, expected], dim=1))
+        right &= torch.equal(in_place, gathered)
+        own = torch.full_like(expected, group.rank)
+        right &= torch.equal(swapped, torch.stack([expected + number, own], dim=1))
+    one = torch.tensor([group.rank], dtype=dtype)
+    group.all_gather(out := one.new_zeros(group.size), one)  # which waits
+    return right and torch.equal(out.long(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_arrive_in_the_order_of_their_exchanges(
+    ranks: Ranks, world: int, dtype: torch.dtype
+) -> None:
+    assert ranks.run(world, on_rank_exchange, dtype) == [True] * world
+
+
+def on_rank_late(groups: ProcessGroups, collective: str) -> str:
     """Return the error of a tensor-parallel rank whose peer does not come."""
     dims = ParallelDims(tp=2, dp=1, pp=2)
     mine = ProcessGroups.build(dims, rank=groups.world.rank, timeout=timedelta(seconds=0.3))
     if mine.tp.rank:
         return ""
+    calls = {
+        "all-reduce": lambda: mine.tp.all_reduce(torch.zeros(1), dist.ReduceOp.SUM),
+        "all-gather": lambda: mine.tp.all_gather(torch.zeros(2), torch.zeros(1)),
+        "all-to-all": lambda: mine.tp.all_to_all(torch.zeros(2, 1), torch.zeros(2, 1)),
+    }
     with pytest.raises(RuntimeError) as caught:
-        mine.tp.all_reduce(torch.zeros(1), dist.ReduceOp.SUM)
+        calls[collective]()
     return str(caught.value)
 
 
-def test_groups_of_a_part_of_the_world_wait_no_longer_than_asked(ranks: Ranks) -> None:
+@pytest.mark.parametrize("collective", ["all-reduce", "all-gather", "all-to-all"])
+def test_groups_of_a_part_of_the_world_wait_no_longer_than_asked(
+    ranks: Ranks, collective: str
+) -> None:
     """torch would let subgroups wait half an hour, whatever timeout the world has."""
-    first, _, third, _ = ranks.run(4, on_rank_late)
+    first, _, third, _ = ranks.run(4, on_rank_late, collective)
     assert "Timed out waiting 300ms" in first and "Timed out waiting 300ms" in third
 
 

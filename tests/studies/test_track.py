@@ -19,13 +19,18 @@ from megatron.errors import ConfigError
 from tests.docs.documents import REPO, fences, python_fences
 from tests.studies.files import row
 from tools.bench.common.page_files import PAGE, RESULTS
+from tools.bench.time_to_loss.iso_time import DenseLosses
 from tools.bench.track import leaderboard, step_times
 from tools.bench.track.leaderboard import (
     RANKED_BY,
+    SHORTER_GROUPS,
+    SHORTER_TIER,
     SURE,
     EntryStanding,
     Target,
     checked_rows,
+    dense_losses,
+    iso_gap,
     standings_of,
     target_of,
 )
@@ -89,6 +94,41 @@ def test_entries_that_reach_the_target_are_ranked_by_the_time_of_a_run() -> None
     # PowerSGD begins after 64 of 1,920 steps, which are dense in fp32.
     assert found[2].minutes[RANKED_BY] == pytest.approx((64 * 5.0 + 1856 * 1.0) / 60)
     assert not board(rows(), times(powersgd_4=1.0))[2].minutes
+
+
+def test_an_entry_is_compared_with_a_dense_run_that_ends_when_it_does() -> None:
+    runs = [("dense_bf16", 1, 4.0, 8), ("dense_bf16", 2, 4.2, 8)]
+    runs += [("dense_steps_2", 1, 5.0, 2), ("dense_steps_2", 2, 5.2, 2)]
+    lengths = [replace(row(name, seed, loss), steps=steps) for name, seed, loss, steps in runs]
+    dense = DenseLosses(lengths, dense="dense_bf16", shorter=SHORTER_GROUPS)
+    seconds = times(dense_bf16=2.0)
+    found = [iso_gap({1: 4.4, 3: 9.0}, taken, seconds, dense) for taken in (3.0, 8.0, 99.0)]
+    assert found[0] is None, "no dense run is as short"
+    # Four steps are halfway between two and eight in the logarithm.
+    assert found[1:] == pytest.approx([4.4 - 4.5, 4.4 - 4.0])
+    assert iso_gap({1: 4.4, 2: 4.8}, 4.0, seconds, dense) == pytest.approx(-0.5)
+    assert iso_gap({3: 9.0}, 4.0, seconds, dense) is None
+    assert iso_gap({1: 4.4}, 4.0, {}, dense) is None
+    assert iso_gap({1: 4.4}, 4.0, seconds, None) is None
+
+
+def test_rows_of_shorter_runs_need_those_of_the_baseline(tmp_path: Path) -> None:
+    study = read_study(SHORTER_TIER)
+    digests = {run.name: Commands(study, Path("r"), Path("d")).digest(run) for run in study.runs}
+    found = [
+        replace(row(f"dense_steps_{steps}", 1, 5.0), steps=steps, settings=digests[name])
+        for steps in (480, 960)
+        if (name := f"dense_steps_{steps}-seed1")
+    ]
+    results = tmp_path / "shorter.jsonl"
+    results.write_text("".join(f"{each.line}\n" for each in found), encoding="utf-8")
+    dense = dense_losses(STUDY, [replace(row("dense_bf16", 1, 4.0), steps=1920)], results)
+    assert dense is not None and dense.lengths == [480, 960, 1920] and dense.seeds == {1}
+    assert dense_losses(STUDY, [row("dense_int8", 1, 4.0)], results) is None
+    assert dense_losses(STUDY, rows(), tmp_path / "absent") is None
+    results.write_text(f"{replace(found[0], settings='0').line}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="dense_steps_480-seed1 has a row of other settings"):
+        dense_losses(STUDY, rows(), results)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
 
 An entry of two seeds or more reaches the target if (target - mean loss) sqrt(seeds) is at least
 `SURE` sigma, as in the rules of modded-nanogpt: sigma and the target come from `SEEDS` seeds of the
-baseline. Of those that reach it, the one whose run takes least time at `RANKED_BY` is first.
+baseline. Of those that reach it, the one whose run takes least time at `RANKED_BY` is first. Every
+entry is also compared with a dense run whose schedule ends when the entry's does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.errors import ConfigError, SparsetronError
 from megatron.metrics.log_line import memory_size
+from tools.bench.common.netlab import NO_LIMIT
 from tools.bench.common.page_files import table, write_page
+from tools.bench.time_to_loss.iso_time import DenseLosses
 from tools.bench.track.rules import check_entries, start_of, wire_of
 from tools.bench.track.step_times import FILE, TIER, StepTime, before_name, read_times
 from tools.studies.commands import Commands
@@ -32,6 +35,8 @@ from tools.studies.statistics import SeedGroup, groups_of
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "tier_s.jsonl"
+SHORTER_TIER, SHORTER = FOLDER / "shorter_s.yaml", FOLDER / "shorter_s.jsonl"
+SHORTER_GROUPS = "dense_steps_"
 MARGIN = 0.05
 """Nats by which the target is above the mean loss of the baseline."""
 SURE = 3.09
@@ -64,13 +69,15 @@ class Target:
 class EntryStanding:
     """An entry on the leaderboard.
 
-    `z_score` is None without a target. `minutes` is the time of a whole run by rate.
+    `z_score` is None without a target. `minutes` is the time of a whole run by rate, `iso_gaps` the
+    mean loss less that of a dense run of this time.
     """
 
     group: SeedGroup
     z_score: float | None
     reaches: bool
     minutes: Mapping[str, float]
+    iso_gaps: Mapping[str, float]
 
     @property
     def order(self) -> tuple[bool, float, float]:
@@ -89,12 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands = Commands(study, Path("runs"), Path("data"))
         check_entries(study, commands)
         rows = checked_rows(study, commands, read_rows(options.results))
-        standings = standings_of(study, commands, rows, read_times(options.times))
+        dense = dense_losses(study, rows, options.shorter)
+        standings = standings_of(study, commands, rows, read_times(options.times), dense)
         target = target_of(study, rows)
     except SparsetronError as error:
         print(f"leaderboard: {error}", file=sys.stderr)
         return error.exit_code
-    print(text := as_markdown(standings, target, study))
+    print(text := as_markdown(standings, target, study, dense))
     values = {
         "target": target and asdict(target),
         "entries": [asdict(each) for each in standings],
@@ -136,11 +144,32 @@ def target_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> Target | None:
     )
 
 
+def dense_losses(
+    study: DeclaredStudy, rows: Sequence[StudyRow], results: Path
+) -> DenseLosses | None:
+    """Return losses of the baseline by length, on the seeds of the shorter runs; None without them.
+
+    Raises `ConfigError` for a row that is not declared, or a seed that lacks a length.
+    """
+    if not results.is_file():
+        return None
+    declared = read_study(SHORTER_TIER)
+    shorter = checked_rows(
+        declared, Commands(declared, Path("runs"), Path("data")), read_rows(results)
+    )
+    seeds = {row.seed for row in shorter}
+    whole = [row for row in rows if row.group == study.baseline and row.seed in seeds]
+    if not whole:
+        return None
+    return DenseLosses([*whole, *shorter], dense=study.baseline, shorter=SHORTER_GROUPS)
+
+
 def standings_of(
     study: DeclaredStudy,
     commands: Commands,
     rows: Sequence[StudyRow],
     times: Mapping[str, Mapping[str, StepTime]],
+    dense: DenseLosses | None = None,
 ) -> list[EntryStanding]:
     """Return the entries that have rows, the first place first."""
     target = target_of(study, rows)
@@ -153,11 +182,20 @@ def standings_of(
             for rate, by_entry in times.items()
             if (seconds := run_seconds(group.name, config, by_entry, steps)) is not None
         }
+        iso_gaps = {
+            rate: gap
+            for rate, taken in minutes.items()
+            if (gap := iso_gap(group.losses, 60 * taken, times[rate], dense)) is not None
+        }
         losses = list(group.losses.values())
         z_score = target.z_score(losses) if target and losses else None
         reaches = z_score is not None and z_score >= SURE and len(losses) > 1
         reaches &= target is not None and target.is_fixed and not group.failed
-        found.append(EntryStanding(group=group, z_score=z_score, reaches=reaches, minutes=minutes))
+        found.append(
+            EntryStanding(
+                group=group, z_score=z_score, reaches=reaches, minutes=minutes, iso_gaps=iso_gaps
+            )
+        )
     return sorted(found, key=lambda each: each.order)
 
 
@@ -175,28 +213,52 @@ def run_seconds(
     return late + (before * times[dense].seconds if before else 0.0)
 
 
+def iso_gap(
+    losses: Mapping[int, float],
+    seconds: float,
+    times: Mapping[str, StepTime],
+    dense: DenseLosses | None,
+) -> float | None:
+    """Return the mean loss less that of dense runs of the same seeds that take `seconds`.
+
+    An entry that takes longer than a whole dense run is compared with that one. None without dense
+    runs of the seeds and their step time, or if none is as short.
+    """
+    if dense is None or dense.whole not in times:
+        return None
+    length = min(seconds / times[dense.whole].seconds, float(dense.steps))
+    seeds = losses.keys() & dense.seeds
+    if not seeds or length < dense.lengths[0]:
+        return None
+    return statistics.fmean(losses[seed] - dense.at(length, seed) for seed in sorted(seeds))
+
+
 HEAD = ("entry", "seeds", "loss", "above", "z", "/ bytes", "memory")
 
 
 def as_markdown(
-    standings: Sequence[EntryStanding], target: Target | None, study: DeclaredStudy
+    standings: Sequence[EntryStanding],
+    target: Target | None,
+    study: DeclaredStudy,
+    dense: DenseLosses | None,
 ) -> str:
     """Return the page below its head."""
-    rates = sorted({rate for each in standings for rate in each.minutes}, key=_by_rate)
     scores = [score.name for score in study.scores]
     payload = next((s.group.payload for s in standings if s.group.name == study.reference), 0.0)
-    rows = [_cells(each, study, payload, scores, rates) for each in standings]
     heads = [*HEAD, *(name.replace("_", " ") for name in scores)]
-    heads += [f"minutes, {'no limit' if rate == 'none' else rate}" for rate in rates]
-    return "\n".join([*_note(target, study), "", *table(heads, rows), ""])
+    lines = [*_note(target, study), ""]
+    lines += table(heads, [_cells(each, study, payload, scores) for each in standings])
+    if rates := sorted({rate for each in standings for rate in each.minutes}, key=_by_rate):
+        names = ["no limit" if rate == NO_LIMIT else rate for rate in rates]
+        heads = ["entry", *(f"minutes, {name}" for name in names)]
+        heads += [f"above equal time, {name}" for name in names]
+        lines += ["", *_note_of_times(study, dense), ""]
+        lines += table(heads, [_times(each, rates) for each in standings if each.minutes])
+    return "\n".join([*lines, ""])
 
 
 def _cells(
-    standing: EntryStanding,
-    study: DeclaredStudy,
-    payload: float,
-    scores: Sequence[str],
-    rates: Sequence[str],
+    standing: EntryStanding, study: DeclaredStudy, payload: float, scores: Sequence[str]
 ) -> list[str]:
     group = standing.group
     failed = f" ({group.failed} failed)" if group.failed else ""
@@ -209,9 +271,14 @@ def _cells(
         f"{group.payload / payload:.3f}" if payload else "",
         memory_size(group.peak_memory or 0.0),
     ]
-    cells += [f"{group.scores[name]:.4f}" if name in group.scores else "" for name in scores]
-    minutes = standing.minutes
-    return [*cells, *(f"{minutes[rate]:.1f}" if rate in minutes else "" for rate in rates)]
+    return cells + [f"{group.scores[name]:.4f}" if name in group.scores else "" for name in scores]
+
+
+def _times(standing: EntryStanding, rates: Sequence[str]) -> list[str]:
+    minutes, gaps = standing.minutes, standing.iso_gaps
+    cells = [standing.group.name]
+    cells += [f"{minutes[rate]:.1f}" if rate in minutes else "" for rate in rates]
+    return cells + [f"{gaps[rate]:+.3f}" if rate in gaps else "" for rate in rates]
 
 
 def _note(target: Target | None, study: DeclaredStudy) -> list[str]:
@@ -223,11 +290,27 @@ def _note(target: Target | None, study: DeclaredStudy) -> list[str]:
         f"{goal} Above: mean loss less that of {study.baseline} of the same seeds. z: "
         f"(target - mean loss) sqrt(seeds) / sigma. An entry reaches the fixed target (bold) with "
         f"{SURE} or more and at least two seeds, none of them failed. / bytes: payload of a step "
-        f"over that of {study.reference}, mean of the whole run. Minutes: of the steps of a whole "
-        "run, from means of step times on four ranks that share two cores, each behind a link of "
-        f"this rate. Entries that reach the target are in the order of {RANKED_BY}.",
+        f"over that of {study.reference}, mean of the whole run. Entries that reach the target are "
+        f"in the order of their minutes at {RANKED_BY}.",
         width=120,
     )
+
+
+def _note_of_times(study: DeclaredStudy, dense: DenseLosses | None) -> list[str]:
+    told = (
+        "Minutes: of the steps of a whole run, from means of step times on four ranks that share "
+        "two cores, each behind a link of this rate."
+    )
+    if dense is not None:
+        seeds = ", ".join(map(str, sorted(dense.seeds)))
+        lengths = ", ".join(map(str, dense.lengths))
+        told += (
+            f" Above equal time: loss less that of {study.baseline} with a schedule that ends when "
+            f"the entry's does (runs of {lengths} steps, interpolated in the logarithm of the "
+            f"steps; seed {seeds}). An entry that takes longer than dense is compared with all "
+            f"{dense.steps} steps."
+        )
+    return textwrap.wrap(told, width=120)
 
 
 def _by_rate(rate: str) -> float:
@@ -246,6 +329,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--tier", type=Path, default=TIER, help="the study that declares the entries")
     add("--results", type=Path, default=RESULTS, help="its rows")
+    add("--shorter", type=Path, default=SHORTER, help="rows of shorter runs of the baseline")
     add("--times", type=Path, default=FILE, help="its step times")
     add("--out", type=Path, help="folder of the page (default: that of the committed rows)")
     return parser.parse_args(arguments)

@@ -170,11 +170,13 @@ def measure(
             run, total = each.train(network, data, steps=each.before + PERIOD)
             seconds[each.name].append(statistics.fmean(run.steps["step_seconds"][each.before :]))
             if number == 0:  # bytes do not depend on the round
-                _, earlier = each.train(network, data, steps=each.before)
                 reported = statistics.fmean(run.steps["bytes_sent"][each.before :])
-                sent[each.name] = reported, None
-                if total is not None and earlier is not None:
-                    sent[each.name] = reported, (total - earlier) / PERIOD
+                counted = None
+                if total is not None:
+                    _, earlier = each.train(network, data, steps=each.before)
+                    assert earlier is not None, "the same network counts again"
+                    counted = (total - earlier) / PERIOD
+                sent[each.name] = reported, counted
             print(f"{network}: {each.name}: {1e3 * seconds[each.name][-1]:.0f} ms", flush=True)
     return [
         StepTime(
