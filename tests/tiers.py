@@ -32,6 +32,7 @@ BY_THE_PROGRAM = {
     "tests/bench/test_axonn_validation.py::"
     "test_smoke_compares_four_ranks_of_mpiexec_with_plain_pytorch",
     "tests/bench/test_training_runs.py::test_processes_tell_exit_codes_and_keep_what_was_said",
+    "tests/bench/test_exchange.py::test_ways_are_checked_and_timed_on_ranks",
     "tests/bench/test_gpu_pipeline.py::test_a_run_that_fails_is_told",
     "tests/bench/test_gpu_pipeline.py::test_two_ranks_get_through_with_the_losses_of_one",
     "tests/bench/test_gpu_ranks.py::test_a_program_that_is_not_there_is_told",

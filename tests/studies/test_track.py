@@ -28,6 +28,7 @@ from tools.bench.track.leaderboard import (
     SURE,
     EntryStanding,
     Target,
+    as_markdown,
     checked_rows,
     dense_losses,
     iso_gap,
@@ -124,6 +125,13 @@ def test_rows_of_shorter_runs_need_those_of_the_baseline(tmp_path: Path) -> None
     results.write_text("".join(f"{each.line}\n" for each in found), encoding="utf-8")
     dense = dense_losses(STUDY, [replace(row("dense_bf16", 1, 4.0), steps=1920)], results)
     assert dense is not None and dense.lengths == [480, 960, 1920] and dense.seeds == {1}
+    fast = {RANKED_BY: times(dense_bf16=6.0, dense_int8=3.0, powersgd_4=1.0, before_fp32=7.0)}
+    standings = standings_of(STUDY, COMMANDS, rows(), fast, dense)
+    page = as_markdown(standings, target_of(STUDY, rows()), STUDY, dense)
+    assert "runs of 480, 960, 1920 steps, interpolated" in page.replace("\n", " ")
+    # Half the time of a step is that of a dense run of 960 steps, which ended at 5.0.
+    assert "| dense_int8 | 96.0 | -0.980 |" in page
+    assert "| powersgd_4 | 38.4 |  |" in page, "no dense run is as short"
     assert dense_losses(STUDY, [row("dense_int8", 1, 4.0)], results) is None
     assert dense_losses(STUDY, rows(), tmp_path / "absent") is None
     results.write_text(f"{replace(found[0], settings='0').line}\n", encoding="utf-8")
@@ -336,5 +344,5 @@ def test_step_times_are_added_by_rate_and_entry(tmp_path: Path) -> None:
     }
     for by_entry in read_times(FILE).values():
         for each in by_entry.values():
-            # Fewer than 1 % are other packets, such as those of gloo's rendezvous.
-            assert each.counted is None or each.counted == pytest.approx(each.reported, rel=0.03)
+            # Losses and norms travel, too, and each message of gloo has a header: below 16 kB.
+            assert each.counted is None or 0 < each.counted - each.reported < 16_000, each

@@ -251,9 +251,10 @@ def as_markdown(
     if rates := sorted({rate for each in standings for rate in each.minutes}, key=_by_rate):
         names = ["no limit" if rate == NO_LIMIT else rate for rate in rates]
         heads = ["entry", *(f"minutes, {name}" for name in names)]
-        heads += [f"above equal time, {name}" for name in names]
+        if dense is not None:
+            heads += [f"above equal time, {name}" for name in names]
         lines += ["", *_note_of_times(study, dense), ""]
-        lines += table(heads, [_times(each, rates) for each in standings if each.minutes])
+        lines += table(heads, [_times(each, rates, dense) for each in standings if each.minutes])
     return "\n".join([*lines, ""])
 
 
@@ -274,10 +275,12 @@ def _cells(
     return cells + [f"{group.scores[name]:.4f}" if name in group.scores else "" for name in scores]
 
 
-def _times(standing: EntryStanding, rates: Sequence[str]) -> list[str]:
+def _times(standing: EntryStanding, rates: Sequence[str], dense: DenseLosses | None) -> list[str]:
     minutes, gaps = standing.minutes, standing.iso_gaps
     cells = [standing.group.name]
     cells += [f"{minutes[rate]:.1f}" if rate in minutes else "" for rate in rates]
+    if dense is None:
+        return cells
     return cells + [f"{gaps[rate]:+.3f}" if rate in gaps else "" for rate in rates]
 
 
