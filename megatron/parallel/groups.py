@@ -143,7 +143,7 @@ class Group:
             return None
         self.calls.note(about or "gather", mine)
         self.traffic.add((self.size - 1) * mine.nbytes)
-        if mine.is_cuda:
+        if out.is_cuda or mine.is_cuda:
             return _all_gather(out, mine, group=self.handle, async_op=async_op)
         rows = out.view(-1).chunk(self.size)
         rows[self.rank].copy_(mine.view(-1))
@@ -189,7 +189,7 @@ class Group:
             return None
         self.calls.note(about or "all-to-all", mine)
         self.traffic.add((self.size - 1) * mine.nbytes // self.size)
-        if mine.is_cuda:
+        if out.is_cuda or mine.is_cuda:
             return dist.all_to_all_single(out, mine, group=self.handle, async_op=async_op)
         out[self.rank].copy_(mine[self.rank])
         return self._exchange(mine.unbind(), out.unbind(), async_op=async_op)
