@@ -24,7 +24,8 @@ from megatron.data_parallel.codecs import CODECS
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.wire import Wire
 from megatron.data_parallel.wire_format import block_of, chunk_length, format_of, part_bytes
-from megatron.parallel.groups import Group, ProcessGroups, Waitable
+from megatron.parallel.groups import Group, ProcessGroups
+from megatron.parallel.traffic import Waitable
 
 if TYPE_CHECKING:
     from megatron.config import Config

@@ -45,8 +45,9 @@ from megatron.data_parallel.reducer import (
 )
 from megatron.data_parallel.streaming import PiecewiseArrival, StreamedGrads
 from megatron.errors import ConfigError, NumericsError, PeerError
-from megatron.parallel.groups import Calls, Group, ProcessGroups
+from megatron.parallel.groups import Group, ProcessGroups
 from megatron.parallel.tensor_shard import ModelShard
+from megatron.parallel.traffic import Calls
 from megatron.transfer import to_device
 
 CLIP_EPSILON = 1e-6

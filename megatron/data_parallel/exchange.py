@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
 from megatron.data_parallel.wire import Wire
-from megatron.parallel.groups import Group, Waitable
+from megatron.parallel.groups import Group
+from megatron.parallel.traffic import Waitable
 
 
 class TimingEvent(Protocol):

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
-from megatron.parallel.groups import Group, Waitable
+from megatron.parallel.groups import Group
+from megatron.parallel.traffic import Waitable
 
 
 class Wire:

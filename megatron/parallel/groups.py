@@ -11,84 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron.errors import ERRORS_BY_CODE, SparsetronError
 from megatron.parallel.dims import ParallelDims
+from megatron.parallel.traffic import Calls, Messages, Traffic, Waitable, last_part
 
 T = TypeVar("T")
-EXCHANGED = (1 << 31) - 1
+EXCHANGE_TAG = (1 << 31) - 1
 """Tag of the messages between all ranks of a group: the largest, which no pipeline reaches."""
 # torch 2.13 renamed these functions and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Waitable(Protocol):
-    """A communication in progress."""
-
-    def wait(self) -> object:
-        """Block until it is complete; on a GPU, block the current stream only."""
-        ...
-
-
-class Messages:
-    """Messages in progress, which a collective consists of."""
-
-    def __init__(self, pending: Sequence[dist.Work]) -> None:
-        self._pending = pending
-
-    def wait(self) -> None:
-        """Block until all of them have arrived, and may be modified here."""
-        for work in self._pending:
-            work.wait()
-
-
-class Calls:
-    """A counter of the collectives and messages that this rank issues over one set of connections.
-
-    gloo pairs the n-th collective of one rank with the n-th of another, whatever they are. `tell`,
-    if set, is called with the number and the description of each collective or message and with
-    `name`, which is equal on all ranks of the connections, so that desynchronised ranks are found.
-    """
-
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-        self.count = 0
-        self.tell: Callable[[int, str, str], None] | None = None
-
-    def note(self, what: str, tensor: torch.Tensor) -> None:
-        """Count a collective or message that is about to be issued, and report it to `tell`."""
-        self.count += 1
-        if self.tell is not None:
-            text = f"{what} of {tensor.numel()} {_last_part(tensor.dtype)}"
-            self.tell(self.count, text, self.name)
-
-
-class Traffic:
-    """A counter of the bytes that this rank sends along one axis.
-
-    The bytes of a collective are those of a ring algorithm, whatever algorithm the backend chose.
-    """
-
-    def __init__(self) -> None:
-        self._sent = 0
-        self._lock = Lock()  # A wire counts in its own thread.
-
-    def add(self, sent: int) -> None:
-        """Count bytes that are about to be sent."""
-        with self._lock:
-            self._sent += sent
-
-    def take(self) -> int:
-        """Return the bytes since the last call, and start again from 0."""
-        with self._lock:
-            sent, self._sent = self._sent, 0
-        return sent
 
 
 @dataclass(frozen=True)
@@ -126,7 +63,7 @@ class Group:
         """Reduce a tensor in place over the group; one rank keeps its tensor."""
         if self.handle is None:
             return None
-        self.calls.note(about or _last_part(op).lower(), tensor)
+        self.calls.note(about or last_part(op).lower(), tensor)
         self.traffic.add(2 * (self.size - 1) * tensor.nbytes // self.size)
         return dist.all_reduce(tensor, op=op, group=self.handle, async_op=async_op)
 
@@ -139,7 +76,7 @@ class Group:
         may be this rank's own rows of `out`.
         """
         if self.handle is None:
-            out.view(mine.shape).copy_(mine)
+            out.view(-1).copy_(mine.view(-1))
             return None
         self.calls.note(about or "gather", mine)
         self.traffic.add((self.size - 1) * mine.nbytes)
@@ -199,18 +136,19 @@ class Group:
     ) -> Waitable | None:
         """Send `mine[i]` to the rank at index i, and receive `received[i]` from it, over gloo.
 
-        The messages of a pair of ranks arrive in the order in which they were sent.
+        Messages between two ranks arrive in the order in which they were sent, so that several
+        exchanges may be in progress.
         """
-        # gloo's collectives copy their tensors, and leave links idle: at most two run at a time,
-        # and a broadcast passes from rank to rank. tools/bench/exchange compares them.
+        # Broadcasts would leave links idle: gloo runs two collectives at a time, and a rank passes
+        # a broadcast on when it has all of it. tools/bench/exchange compares them.
         assert self.handle is not None, "nobody to send to"
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         ranks, handle = self.ranks, self.handle
         pending = [
-            dist.irecv(received[i], ranks[i], group=handle, tag=EXCHANGED) for i in others[::-1]
+            dist.irecv(received[i], ranks[i], group=handle, tag=EXCHANGE_TAG) for i in others[::-1]
         ]
-        pending += [dist.isend(mine[i], ranks[i], group=handle, tag=EXCHANGED) for i in others]
-        messages = Messages([work for work in pending if work is not None])
+        pending += [dist.isend(mine[i], ranks[i], group=handle, tag=EXCHANGE_TAG) for i in others]
+        messages = Messages(pending)
         if async_op:
             return messages
         messages.wait()
@@ -526,7 +464,3 @@ def _backend_of(device: torch.device) -> str:
     if ":" not in name:
         return name
     return dict(part.split(":") for part in name.split(",")).get(device.type, "")
-
-
-def _last_part(name: object) -> str:
-    return str(name).rpartition(".")[2]

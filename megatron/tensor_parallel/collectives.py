@@ -23,7 +23,8 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.groups import ALONE, Group, Waitable
+from megatron.parallel.groups import ALONE, Group
+from megatron.parallel.traffic import Waitable
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -15,7 +15,8 @@ from megatron.data_parallel.encoded_wire import EncodedWire
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.wire import Wire
 from megatron.data_parallel.wire_format import part_bytes
-from megatron.parallel.groups import Group, ProcessGroups, Waitable
+from megatron.parallel.groups import Group, ProcessGroups
+from megatron.parallel.traffic import Waitable
 from tests.contract.harness import PathCase, Toy, gradients, same
 from tests.ranks import Ranks
 

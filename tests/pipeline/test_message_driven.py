@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.sections import split_layers
-from megatron.parallel.groups import ALONE, Calls, Group, ProcessGroups
+from megatron.parallel.groups import ALONE, Group, ProcessGroups
+from megatron.parallel.traffic import Calls
 from megatron.pipeline.message_driven import WAIT, BatchProgress, MessageDriven
 from megatron.pipeline.runner import Pipeline
 from megatron.pipeline.schedule import Kind, Message, Operation, StagePosition, one_f_one_b

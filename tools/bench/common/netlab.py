@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import ConfigError
 
@@ -113,6 +115,19 @@ def run(command: Sequence[str]) -> int:
             process.terminate()
             process.wait()
             raise
+
+
+def result_of(network: Network, program: Sequence[str], settings: Mapping[str, object]) -> Any:
+    """Run a program on every rank, and return what rank 0 writes to result.json.
+
+    The program takes `settings` as JSON, with the `folder` of that file. Raises `ConfigError` if a
+    rank fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        here = [*program, json.dumps({**settings, "folder": folder})]
+        if code := run(network.command(here, folder=Path(folder) / "network")):
+            raise ConfigError(f"{network}: a rank failed with exit code {code}")
+        return json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
 
 
 def why_not(network: Network) -> str | None:

@@ -10,17 +10,15 @@ The ways take turns. Writes README.md and results.json.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.errors import ConfigError, SparsetronError
-from tools.bench.common.netlab import NO_LIMIT, Network, run
+from tools.bench.common.netlab import NO_LIMIT, Network, result_of
 from tools.bench.common.page_files import table, write_page
 from tools.bench.exchange.rank import BROADCASTS, GATHER, GLOO_GATHER, GLOO_TO_ALL, TO_ALL
 from tools.bench.gradient_path.run import check_network
@@ -58,12 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(network: Network, *, rounds: int) -> Seconds:
     """Return the seconds of rank 0 on a network."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"row": ROWS[network.rate], "rounds": rounds, "folder": folder}
-        program = ["-m", "tools.bench.exchange.rank", json.dumps(settings)]
-        if code := run(network.command(program, folder=Path(folder) / "network")):
-            raise ConfigError(f"{network}: a rank failed with exit code {code}")
-        return json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    settings = {"row": ROWS[network.rate], "rounds": rounds}
+    return result_of(network, ("-m", "tools.bench.exchange.rank"), settings)
 
 
 def as_markdown(found: Mapping[str, Seconds], *, load: str) -> str:

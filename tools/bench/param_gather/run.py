@@ -10,17 +10,15 @@ a rank, and end with the same losses. Writes README.md and results.json.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.errors import ConfigError, SparsetronError
-from tools.bench.common.netlab import Network, run
+from tools.bench.common.netlab import Network, result_of
 from tools.bench.common.page_files import write_page
 from tools.bench.gradient_path.run import check_network
 
@@ -68,12 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(network: Network, *, steps: int, blocks: int) -> Blocks:
     """Return the blocks of rank 0 on a network."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"rows": ROWS, "steps": steps, "blocks": blocks, "folder": folder}
-        program = ["-m", "tools.bench.param_gather.rank", json.dumps(settings)]
-        if code := run(network.command(program, folder=Path(folder) / "network")):
-            raise ConfigError(f"{network}: a rank failed with exit code {code}")
-        return json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    settings = {"rows": ROWS, "steps": steps, "blocks": blocks}
+    return result_of(network, ("-m", "tools.bench.param_gather.rank"), settings)
 
 
 def as_markdown(found: Mapping[str, Blocks], *, load: str) -> str:

@@ -49,12 +49,11 @@ class IsoTime:
 class DenseLosses:
     """Losses of dense runs by length and seed.
 
-    `shorter` is the prefix of the groups of shorter runs, `dense` the group of whole ones, `whole`
-    of the object. Raises `ConfigError` if a seed of `dense` lacks a length, or if there are none.
+    `shorter` is the prefix of the groups of shorter runs, `dense` the group of whole ones. Raises
+    `ConfigError` if a seed of `dense` lacks a length, or if there are none.
     """
 
     def __init__(self, rows: Iterable[StudyRow], *, dense: str, shorter: str) -> None:
-        self.whole = dense
         self._losses: dict[int, dict[int, float]] = {}
         for row in rows:
             if row.valid_loss is not None and (row.group == dense or row.group.startswith(shorter)):

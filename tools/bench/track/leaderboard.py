@@ -185,7 +185,8 @@ def standings_of(
         iso_gaps = {
             rate: gap
             for rate, taken in minutes.items()
-            if (gap := iso_gap(group.losses, 60 * taken, times[rate], dense)) is not None
+            if (step := times[rate].get(study.baseline)) is not None
+            and (gap := iso_gap(group.losses, 60 * taken / step.seconds, dense)) is not None
         }
         losses = list(group.losses.values())
         z_score = target.z_score(losses) if target and losses else None
@@ -213,20 +214,16 @@ def run_seconds(
     return late + (before * times[dense].seconds if before else 0.0)
 
 
-def iso_gap(
-    losses: Mapping[int, float],
-    seconds: float,
-    times: Mapping[str, StepTime],
-    dense: DenseLosses | None,
-) -> float | None:
-    """Return the mean loss less that of dense runs of the same seeds that take `seconds`.
+def iso_gap(losses: Mapping[int, float], length: float, dense: DenseLosses | None) -> float | None:
+    """Return the mean loss less that of dense runs of the same seeds that are as long.
 
-    An entry that takes longer than a whole dense run is compared with that one. None without dense
-    runs of the seeds and their step time, or if none is as short.
+    `length` is the time of the entry's run in steps of dense. An entry that takes longer than a
+    whole dense run is compared with that one. None without dense runs of the seeds, or if none is
+    as short.
     """
-    if dense is None or dense.whole not in times:
+    if dense is None:
         return None
-    length = min(seconds / times[dense.whole].seconds, float(dense.steps))
+    length = min(length, float(dense.steps))
     seeds = losses.keys() & dense.seeds
     if not seeds or length < dense.lengths[0]:
         return None
