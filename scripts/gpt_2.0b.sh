@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# GPT-2.0B of the Radius paper, which had NODES=16 RANKS_PER_NODE=4; any number gives the same batches.
+# GPT-2.0B of the Radius paper, which had NODES=16 RANKS_PER_NODE=4. Any number of ranks
+# that divides 64 gives the same batches; more ranks need a lower --micro-batch-size.
 #   GRAD_PATH=dense scripts/gpt_2.0b.sh [--dry-run] [-- --data-path PREFIX FLAGS]
 # Other variables: see launch.sh.
 set -euo pipefail

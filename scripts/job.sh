@@ -19,7 +19,7 @@ shift
 restarts=${SLURM_RESTART_COUNT:-0}
 starts=$LOG_DIR/starts-$SLURM_JOB_ID
 
-# What may be told of the environment: names by allow-list, and none that smells of a secret.
+# Prints variables of the environment from a list of names, and none whose name suggests a secret.
 report_environment() {
   local name
   say "job $SLURM_JOB_ID (restarted $restarts times), $(date '+%F %T %z'), on $(hostname)"

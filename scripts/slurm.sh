@@ -154,7 +154,7 @@ print_job_script() {
   # launch.sh would otherwise take TIME for the limit of one step of the job.
   printf 'export LAUNCHER=%q TIME=\n' "$STEP_LAUNCHER"
   for variable in SITE NODES RANKS_PER_NODE PYTHON ENTRY CONFIG GRAD_PATH RUN_DIR LOG_DIR PROGRAM \
-    LEAVE_SECONDS MAX_RESTARTS LOST_STARTS OMP_NUM_THREADS; do
+    LEAVE_SECONDS MAX_RESTARTS LOST_STARTS OMP_NUM_THREADS MPIEXEC SLURM_MPI_TYPE; do
     [[ -z ${!variable:-} ]] || printf 'export %s=%q\n' "$variable" "${!variable}"
   done
   printf 'exec %q --' "$repo/scripts/job.sh"

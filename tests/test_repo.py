@@ -45,6 +45,7 @@ READS_ENVIRONMENT = (
 """Files that read the environment, or set it for what they start or import."""
 READS_PLAIN_PICKLES = REPO / "megatron" / "fault_tolerance" / "flight_recorder.py"
 """Reads dumps of torch, by an unpickler that refuses every class."""
+PACKAGES = ("megatron", "radius", "samo", "tools", "pretrain_gpt")
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 UNSAFE_CALLS = {
     "eval",
@@ -187,6 +188,31 @@ def test_code_has_no_unsafe_call_and_no_hidden_state() -> None:
 def test_the_check_above_sees_what_it_forbids(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(text)
     assert _complaints(tmp_path / "x.py")
+
+
+def _imports_before_the_path(text: str) -> list[str]:
+    """Return the modules of this project that a script imports before it names its own checkout."""
+    found: list[str] = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Expr) and ast.unparse(node).startswith("sys.path.insert(0, "):
+            return found
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in PACKAGES:
+            found.append(str(node.module))
+    return found
+
+
+@pytest.mark.parametrize("file", sorted((REPO / "tools").glob("*.py")), ids=_id)
+def test_a_tool_imports_its_own_checkout(file: Path) -> None:
+    # An installed checkout would otherwise serve some imports, and this one the others.
+    text = file.read_text(encoding="utf-8")
+    assert "__main__" not in text or _imports_before_the_path(text) == []
+
+
+def test_the_check_above_sees_an_early_import() -> None:
+    late = "import sys\nsys.path.insert(0, here)\nfrom megatron.config import parse\n"
+    assert _imports_before_the_path(late) == []
+    early = "from megatron.config import resolve\n" + late
+    assert _imports_before_the_path(early) == ["megatron.config"]
 
 
 def test_dependencies() -> None:

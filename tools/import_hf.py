@@ -25,13 +25,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import resolve
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.find import CHECKPOINTS  # noqa: E402
 from megatron.checkpoint.io import FILES, remove_folder  # noqa: E402
-from megatron.config import DataConfig, GPTConfig, ModelConfig, TrainingConfig, to_yaml  # noqa: E402
+from megatron.config import DataConfig, GPTConfig, ModelConfig, TrainingConfig, resolve, to_yaml  # noqa: E402
 from megatron.data.local_file import read_json_object  # noqa: E402
 from megatron.data.vocabulary import Vocabulary  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402

@@ -22,11 +22,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config import resolve
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config import parse  # noqa: E402
+from megatron.config import parse, resolve  # noqa: E402
 from megatron.errors import ConfigError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.parity_cases import CASES, MODEL, ParityCase, ParityGrid, flags_of  # noqa: E402

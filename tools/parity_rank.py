@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config import resolve
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from megatron.config import parse  # noqa: E402
+from megatron.config import parse, resolve  # noqa: E402
 from megatron.data_parallel.bucket import ParamInfo  # noqa: E402
 from megatron.data_parallel.reducer import Step  # noqa: E402
 from megatron.launch import (  # noqa: E402

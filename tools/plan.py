@@ -27,13 +27,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron.config import resolve
-
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.config import GPTConfig, parse  # noqa: E402
+from megatron.config import GPTConfig, parse, resolve  # noqa: E402
 from megatron.config.gpt import check_vocabulary  # noqa: E402
 from megatron.data.vocabulary import data_prefixes, find_vocabulary  # noqa: E402
 from megatron.data_parallel.bucket_plan import bucket_elements  # noqa: E402

@@ -28,13 +28,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.config import resolve
-
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.config import parse  # noqa: E402
+from megatron.config import parse, resolve  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.pipeline.schedule import Operation  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402

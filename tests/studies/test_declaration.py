@@ -122,7 +122,7 @@ def test_a_run_may_have_a_baseline_of_its_own(tmp_path: Path) -> None:
         ),
         ("    ranks: 2", "    flags: {grad-wire: fp32}", "flags.grad-wire: the grid gives it too"),
         ("baseline: dense", "reference: dense", "reference: dense runs on one rank"),
-        ("mock-data: true", "help: true", "flags.help: the study sets it for each run"),
+        ("mock-data: true", "help: true", "flags.help: the run would not train"),
         ("runs:", "scores: {b: {task: blimp, file: f}}\nruns:", "scores.b.figure: is missing"),
         (
             "runs:",
@@ -203,6 +203,27 @@ def test_the_sizes_of_a_step_may_come_from_a_configuration(tmp_path: Path) -> No
     assert commands.steps(run) == 10 and "--micro-batch-size" not in commands.flags(run)
     config.write_text("training: {micro_batch_size: 1, global_batch_size: 4}\n", encoding="utf-8")
     assert commands_of(path).digest(run) != digest, "the content of the file counts"
+
+
+def test_a_configuration_keeps_what_the_study_would_set(tmp_path: Path) -> None:
+    config = tmp_path / "base.yaml"
+    config.write_text("training: {micro_batch_size: 1}\nevaluation: {eval_interval: 5}\n", "utf-8")
+    path = write_study(tmp_path, ("lr: 1.0e-3", f"lr: 1.0e-3\n  config: {config}"))
+    found = commands_of(path).config(read_study(path).run("dense-seed1"))
+    assert (found.training.micro_batch_size, found.evaluation.eval_interval) == (1, 5)
+    missing = write_study(tmp_path, ("lr: 1.0e-3", "lr: 1.0e-3\n  config: absent.yaml"))
+    with pytest.raises(ConfigError, match="run dense: absent.yaml: cannot read the configuration"):
+        commands_of(missing)
+
+
+def test_a_merge_of_a_merge_is_no_repeated_key(tmp_path: Path) -> None:
+    added = [
+        "x: {ranks: 2, flags: &bf16 {grad-wire: bf16}}",
+        '"x_{rate}": {ranks: 2, grid: {rate: {fast: &fast {<<: *bf16, lr: 2.0e-3}}}}',
+        "y: {ranks: 2, flags: {<<: *fast}}",
+    ]
+    path = write_study(tmp_path, ("  dense: {}", "\n  ".join(["  dense: {}", *added])))
+    assert read_study(path).run("y-seed1").flags["lr"] == 2.0e-3
 
 
 def test_ranks_of_one_copy_share_its_batch(tmp_path: Path) -> None:

@@ -216,6 +216,59 @@ def test_a_run_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     assert all("holds a run of other settings" in line for line in lines if ": /" in line)
 
 
+def test_a_start_that_made_nothing_does_not_bind_a_corrected_study(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    launcher = PretendedRuns(path)
+    launcher.failing = {name: 2 for name in NAMES}
+    assert len(execute(path, launcher)[0]) == len(NAMES)
+    assert not (tmp_path / "work" / "runs").exists()
+    corrected = write_study(tmp_path, ("lr: 1.0e-3", "lr: 2.0e-3"))
+    failed, _, execution = execute(corrected, PretendedRuns(corrected))
+    assert failed == [] and list(execution.done) == NAMES
+
+
+def test_a_fork_waits_for_its_checkpoint_and_not_for_the_end_of_its_base(tmp_path: Path) -> None:
+    path = write_study(tmp_path, ("ranks: 2", "ranks: 1"))
+    launcher = PretendedRuns(path)
+    _, _, execution = execute(path, launcher, ["dense-seed1"])
+    with open(tmp_path / "work" / "locks" / "dense-seed1", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as while the base goes on
+        row = execution.run_one(execution_run(path, "dense_int4-seed1"))
+        assert row.name == "dense_int4-seed1" and launcher.starts[-1] == row.name
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["local", "torchrun"]),
+        ({"LAUNCHER": "sbatch"}, ["local", "torchrun"]),
+        ({"LAUNCHER": "mpiexec"}, ["mpiexec", "mpiexec"]),
+        ({"SLURM_JOB_ID": "1"}, ["srun", "srun"]),
+    ],
+)
+def test_a_site_that_submits_does_not_submit_the_runs_of_a_study(
+    tmp_path: Path,
+    given: dict[str, str],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LAUNCHER", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"SITE": "perlmutter", **given}.items():
+        monkeypatch.setenv(name, value)
+    found: list[str] = []
+
+    def started(self: Launcher, command: object, **options: dict[str, str]) -> int:
+        found.append(options["env"]["LAUNCHER"])
+        return 0
+
+    monkeypatch.setattr(Launcher, "wait_for", started)
+    launcher = Launcher(read_study(write_study(tmp_path)), jobs=1)
+    for ranks in (1, 2):
+        launcher([], ranks=ranks, folder=tmp_path, console=tmp_path / "console.txt", lock=0)
+    assert found == expected
+
+
 def test_a_run_that_another_process_makes_is_waited_for(tmp_path: Path) -> None:
     path = write_study(tmp_path)
     launcher = PretendedRuns(path)
@@ -308,6 +361,8 @@ def test_arrays_ask_for_what_the_site_asks(monkeypatch: pytest.MonkeyPatch) -> N
         (["--report"], "no run has a result yet"),
         (["--slurm", "--output=log"], "--output=log: --slurm sets this flag of sbatch itself"),
         (["--slurm", "--depend=after:1"], "--depend=after:1: --slurm sets this flag"),
+        (["--slurm", "-a", "0-0"], "-a: flags of sbatch are written --name=value"),
+        (["--slurm", "--partition", "big"], "big: flags of sbatch are written --name=value"),
     ],
 )
 def test_wrong_usage_is_refused_in_one_line(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.studies.files import row
+from tools.studies.pictures import ParetoPicture, pictures_of
 from tools.studies.statistics import beaten_by, difference, frontier, groups_of
 
 ROWS = [
@@ -63,6 +64,29 @@ def test_a_group_is_beaten_by_less_loss_for_no_more_bytes() -> None:
     more = {group.name: group for group in groups_of(rows, BASELINES)}
     assert beaten_by(more["half"], list(more.values()), lambda g: g.bytes) == ["best"]
     assert [g.name for g in frontier(groups, lambda g: g.bytes)] == ["once", "best", "dense"]
+
+
+def test_names_of_groups_are_not_read_as_verdicts() -> None:
+    rows = [row(name, 1, 5.0, sent=10.0) for name in ("one", "no", "dense")]
+    rows += [row(name, 2, 5.0 + 0.1 * n) for n, name in enumerate(("one", "no", "dense"))]
+    groups = groups_of(rows, dict.fromkeys(("one", "no", "dense"), "dense"))
+    assert all(beaten_by(group, groups, lambda g: 1.0) == [] for group in groups)
+
+
+def test_each_baseline_has_a_front_of_its_own() -> None:
+    runs = [
+        ("adam", 3.0, 50.0),
+        ("adam_int4", 3.02, 25.0),
+        ("sgd", 5.0, 20.0),
+        ("sgd_int4", 5.1, 30.0),
+    ]
+    rows = [row(name, 1, loss, sent=sent) for name, loss, sent in runs]
+    baselines = {name: name.partition("_")[0] for name, _, _ in runs}
+    pictures = pictures_of(groups_of(rows, baselines), baselines)
+    picture = pictures["loss_by_bytes"]
+    assert isinstance(picture, ParetoPicture)
+    fronts = [[group.name for group in front] for front in picture.fronts()]
+    assert fronts == [["adam_int4", "adam"], ["sgd"]]
 
 
 def test_the_payload_is_that_of_data_parallel_copies() -> None:

@@ -125,22 +125,34 @@ def test_shorter_runs_are_the_baseline_but_for_their_length() -> None:
     assert shorter.vocabulary == STUDY.vocabulary
 
 
+@pytest.mark.parametrize("tier", [SHORTER_TIER, SHORTER_TIER.with_name("rates_s.yaml")])
+def test_studies_beside_the_tier_read_its_files_alone(tier: Path) -> None:
+    study = read_study(tier)
+    for run in study.runs:
+        for name in ("train-data-path", "valid-data-path"):
+            assert {f"{run.flags[name]}{end}" for end in (".bin", ".idx")} <= study.sha256.keys()
+        assert run.flags["tokenizer-model"] in study.sha256
+    assert study.sha256.items() <= STUDY.sha256.items()
+
+
 def test_rows_of_shorter_runs_need_those_of_the_baseline(tmp_path: Path) -> None:
     study = read_study(SHORTER_TIER)
     digests = {run.name: Commands(study, Path("r"), Path("d")).digest(run) for run in study.runs}
     found = [
         replace(row(f"dense_steps_{steps}", 1, 5.0), steps=steps, settings=digests[name])
-        for steps in (480, 960)
+        for steps in (480, 720, 960, 1440)
         if (name := f"dense_steps_{steps}-seed1")
     ]
     results = tmp_path / "shorter.jsonl"
     results.write_text("".join(f"{each.line}\n" for each in found), encoding="utf-8")
-    dense = dense_losses(STUDY, [replace(row("dense_bf16", 1, 4.0), steps=1920)], results)
-    assert dense is not None and dense.lengths == [480, 960, 1920] and dense.seeds == {1}
+    whole = [replace(row("dense_bf16", seed, 4.0), steps=1920) for seed in (1, 2)]
+    dense = dense_losses(STUDY, whole, results)
+    assert dense is not None and dense.lengths == [480, 720, 960, 1440, 1920]
+    assert dense.seeds == {1}, "no shorter run of seed 2"
     fast = {RANKED_BY: times(dense_bf16=6.0, dense_int8=3.0, powersgd_4=1.0, before_fp32=7.0)}
     standings = standings_of(STUDY, COMMANDS, rows(), fast, dense)
     page = as_markdown(standings, target_of(STUDY, rows()), STUDY, dense)
-    assert "runs of 480, 960, 1920 steps, interpolated" in page.replace("\n", " ")
+    assert "runs of 480, 720, 960, 1440, 1920 steps, interpolated" in page.replace("\n", " ")
     # Half the time of a step is that of a dense run of 960 steps, which ended at 5.0.
     assert "| dense_int8 | 96.0 | -0.980 |" in page
     assert "| powersgd_4 | 38.4 |  |" in page, "no dense run is as short"
@@ -148,6 +160,10 @@ def test_rows_of_shorter_runs_need_those_of_the_baseline(tmp_path: Path) -> None
     assert not any(each.iso_gaps for each in standings_of(STUDY, COMMANDS, rows(), unknown, dense))
     assert dense_losses(STUDY, [row("dense_int8", 1, 4.0)], results) is None
     assert dense_losses(STUDY, rows(), tmp_path / "absent") is None
+    failed = [replace(found[0], valid_loss=None), *found[1:]]
+    for lacking in (found[1:], failed):
+        results.write_text("".join(f"{each.line}\n" for each in lacking), encoding="utf-8")
+        assert dense_losses(STUDY, whole, results) is None, "480 steps are missing"
     results.write_text(f"{replace(found[0], settings='0').line}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="dense_steps_480-seed1 has a row of other settings"):
         dense_losses(STUDY, rows(), results)
@@ -191,6 +207,11 @@ def test_an_entry_with_a_failed_seed_does_not_reach_the_target() -> None:
     [
         ("flags: {grad-wire: int8}", "flags: {num-layers: 8}", "dense_int8: model is not that of"),
         ("flags: {grad-wire: int8}", "flags: {eval-iters: 1}", "dense_int8: evaluation is not"),
+        (
+            "ranks: 4\n    flags: {grad-wire: int8}",
+            "ranks: 8\n    flags: {grad-wire: int8, tensor-model-parallel-size: 2}",
+            "dense_int8: number of ranks is not that of dense_bf16",
+        ),
         ("flags: {grad-wire: int8}", "tokens: 31457280", "dense_int8: number of steps is not"),
         ("    flags: {grad-wire: int8}", "    seeds: [1, 3]", "dense_int8.seeds: must be 1, 2"),
         (

@@ -107,12 +107,14 @@ def submit(
         flags: Further flags of sbatch, such as --partition=NAME, after those of the site.
 
     Raises:
-        ConfigError: A flag is one that the arrays set, the site is unknown, or sbatch is missing or
-            refused a script.
+        ConfigError: A flag is one that the arrays set or is not written --name=value, the site is
+            unknown, or sbatch is missing or refused a script.
     """
     for flag in flags:
         name = flag.partition("=")[0]
-        if len(name) > 2 and any(own.startswith(name) for own in OWN_FLAGS):
+        if not name.startswith("--") or name == "--":  # -a sets --array, and a word is a script
+            raise ConfigError(f"{flag}: flags of sbatch are written --name=value")
+        if any(own.startswith(name) for own in OWN_FLAGS):
             raise ConfigError(f"{flag}: --slurm sets this flag of sbatch itself")
     flags = [*site_flags(), *flags]
     (work / "console").mkdir(parents=True, exist_ok=True)

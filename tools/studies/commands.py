@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.config import Config, GPTConfig, parse, resolve
+from megatron.config.parsing import read_entries
 from megatron.errors import ConfigError
 from megatron.tasks.translation_config import TranslationConfig
 from megatron.tasks.vision_config import VisionConfig
@@ -107,7 +108,7 @@ class Commands:
         settings: list[object] = [self._study.entry, run.seed, run.ranks, run.tokens]
         settings.append(dict(run.flags))
         if "config" in run.flags:
-            settings.append(_content(str(run.flags["config"]), "config"))
+            settings.append(_content(self._placed(str(run.flags["config"])), "config"))
         if run.fork is not None:
             settings += [run.fork.run, run.fork.step, self.digest(self._study.base(run))]
         text = json.dumps(settings, sort_keys=True)
@@ -119,7 +120,8 @@ class Commands:
         if run.fork is not None:
             base = self._study.base(run)
             flags |= {"load": str(self.folder(base)), "ckpt-step": run.fork.step}
-        if "micro-batch-size" not in run.flags and isinstance(
+        given = run.flags.keys() | self._in_configuration(run)
+        if "micro-batch-size" not in given and isinstance(
             batch := run.flags.get("global-batch-size"), int
         ):
             copies = run.ranks
@@ -128,18 +130,28 @@ class Commands:
                 copies //= size if isinstance(size, int) and size > 0 else 1
             flags["micro-batch-size"] = max(1, batch // max(1, copies))
         if run.tokens is not None:
-            if given := {"train-iters", "train-samples"} & run.flags.keys():
-                raise self._error(run, f"tokens: {min(given)} gives the length too")
+            if twice := {"train-iters", "train-samples"} & run.flags.keys():
+                raise self._error(run, f"tokens: {min(twice)} gives the length too")
             flags["train-iters"] = run.tokens  # until the size of a step is known
         config = self._resolved(run, self._words(flags))
         if run.tokens is not None:
             flags["train-iters"] = self._iterations(run, config)
-        if "eval-interval" not in flags:
+        if "eval-interval" not in given:
             flags["eval-interval"] = self._resolved(run, self._words(flags)).total_iterations()
         found = self._words(flags)
         config = self._resolved(run, found)
         self._check(run, config)
         return found, config
+
+    def _in_configuration(self, run: DeclaredRun) -> set[str]:
+        """Return the flags that the configuration file of a run gives."""
+        if "config" not in run.flags:
+            return set()
+        try:
+            entries = read_entries(self._placed(str(run.flags["config"])))
+        except ConfigError as error:
+            raise self._error(run, str(error)) from None
+        return {entry.key.replace("_", "-") for entry in entries}
 
     def _words(self, flags: Mapping[str, FlagValue]) -> list[str]:
         return [self._placed(word) for word in as_words(flags)]

@@ -56,8 +56,10 @@ SCORE = ("task", "file", "figure")
 EVALUATED = {name: task.figure_names for name, task in TASKS.items()}
 EVALUATED[BITS_PER_BYTE] = FIGURE_NAMES
 """Tasks of tools/evaluate.py, and the names of their figures."""
-RESERVED = ("seed", "run-dir", "load", "save", "ckpt-step", "exit-interval", "help", "help-compat")
+RESERVED = ("seed", "run-dir", "load", "save", "ckpt-step", "exit-interval")
 """Flags that the study sets for each run."""
+TRAINS_NOTHING = ("help", "help-compat", "dry-run")
+"""Flags with which a run would not train."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What PyYAML raises for values that do not fit their tag, such as a 13th month."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -171,13 +173,13 @@ def read_study(path: Path) -> DeclaredStudy:
 class _UniqueKeys(yaml.SafeLoader):
     """Refuses a repeated key, of which YAML would silently keep the last."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        if not isinstance(node, yaml.MappingNode):
-            raise yaml.MarkedYAMLError(None, None, "no mapping", node.start_mark)
+    # Construction is too late: a merge (<<) adds keys to the node that it changes.
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value]
         if twice := {key for key in keys if keys.count(key) > 1}:
             raise yaml.MarkedYAMLError(None, None, f"{min(twice)} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
+        return node
 
 
 def _study(path: Path, content: Mapping[str, Any]) -> DeclaredStudy:
@@ -375,6 +377,8 @@ def _flags(where: str, value: Any) -> dict[str, FlagValue]:
         name = str(key).replace("_", "-")
         if name in RESERVED:
             raise ConfigError(f"{where}.{key}: the study sets it for each run; leave it out")
+        if name in TRAINS_NOTHING:
+            raise ConfigError(f"{where}.{key}: the run would not train; leave it out")
         if name in found:
             raise ConfigError(f"{where}.{key}: is given twice")
         values = flag if isinstance(flag, list) else [flag]

@@ -87,10 +87,9 @@ class Launcher(Processes):
     def _environment(self, ranks: int, folder: Path) -> dict[str, str]:
         """Return the variables of launch.sh for a run here, or in this job's allocation."""
         found = {k: v for k, v in os.environ.items() if k not in NOT_HANDED_ON}
-        if found.get("LAUNCHER") == "sbatch":
-            del found["LAUNCHER"]
-        if "SLURM_JOB_ID" in found:
-            found.setdefault("LAUNCHER", "srun")
+        if found.get("LAUNCHER") in (None, "sbatch"):  # sbatch may also come from the site's file
+            here = "torchrun" if ranks > 1 else "local"
+            found["LAUNCHER"] = "srun" if "SLURM_JOB_ID" in found else here
         cores = len(os.sched_getaffinity(0)) // max(ranks, self._jobs)
         found.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
         return {
@@ -215,11 +214,15 @@ class Execution:
             return row
 
     def _make_checkpoint(self, base: DeclaredRun, step: int, *, console: Path) -> None:
-        """Make the checkpoint of a base that a fork loads; nothing if it exists."""
-        if self._commands.checkpoint(base, step).is_dir():
-            self._check_settings(base)
-            return
-        with self._lock(base) as lock:
+        """Make the checkpoint of a base that a fork loads, unless it exists.
+
+        While another thread or process makes the base, a fork waits for its checkpoint alone.
+        """
+        made = self._commands.checkpoint(base, step).is_dir
+        with self._lock(base, unless=made) as lock:
+            if made():
+                self._check_settings(base)
+                return
             self._claim(base)
             for earlier in self._commands.fork_steps(base):
                 if earlier <= step:
@@ -250,13 +253,18 @@ class Execution:
         )
 
     @contextmanager
-    def _lock(self, run: DeclaredRun) -> Iterator[int]:
-        """Hold the lock of a run folder, and yield its file descriptor; wait while others do."""
+    def _lock(
+        self, run: DeclaredRun, *, unless: Callable[[], bool] = lambda: False
+    ) -> Iterator[int]:
+        """Hold the lock of a run folder, and yield its file descriptor; wait while others do.
+
+        As soon as `unless` returns True there is no need of the lock, which is then not held.
+        """
         path = self._work / "locks" / run.name
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
             logged = False
-            while True:
+            while not unless():
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
@@ -272,18 +280,16 @@ class Execution:
     def _claim(self, run: DeclaredRun) -> None:
         """Note the settings of a run folder before anything is in it."""
         self._check_settings(run)
-        if not self._settings_file(run).is_file():
-            self._settings_file(run).parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self._settings_file(run), self._commands.digest(run) + "\n")
+        self._settings_file(run).parent.mkdir(parents=True, exist_ok=True)
+        replace_text(self._settings_file(run), self._commands.digest(run) + "\n")
 
     def _check_settings(self, run: DeclaredRun) -> None:
         """Raise `ConfigError` if the run folder holds a run of other settings."""
         path, folder = self._settings_file(run), self._commands.folder(run)
         known = path.read_text(encoding="utf-8").strip() if path.is_file() else None
-        if folder.is_dir() if known is None else known != self._commands.digest(run):
+        if folder.is_dir() and known != self._commands.digest(run):
             raise ConfigError(
-                f"{folder} holds a run of other settings; rename the run, or remove the folder and "
-                f"{path}"
+                f"{folder} holds a run of other settings; rename the run, or remove the folder"
             )
 
     def _is_finished(self, run: DeclaredRun) -> bool:

@@ -42,14 +42,15 @@ COSTS = (
 
 @dataclass(frozen=True)
 class ParetoPicture:
-    """Gap against a cost: a point for each group, and the Pareto front."""
+    """Gap against a cost: a point for each group, and a Pareto front for each baseline."""
 
     title: str
     groups: Sequence[SeedGroup]
+    baselines: Mapping[str, str]
     cost: Cost
 
     def draw(self, figure: Figure) -> None:
-        """Draw the points with their names, and the front as steps."""
+        """Draw the points with their names, and the fronts as steps."""
         from matplotlib.ticker import EngFormatter, LogLocator
 
         axes = figure.add_subplot()
@@ -63,9 +64,9 @@ class ParetoPicture:
         elif max(costs) < EQUAL * min(costs):
             axes.set_xlim(min(costs) / 1.5, max(costs) * 1.5)
         axes.xaxis.set_major_formatter(EngFormatter(self.cost.unit, sep=" "))
-        front = frontier(self.groups, self.cost.measure)
-        x = [self.cost.measure(group) for group in front]
-        axes.step(x, [group.gap or 0.0 for group in front], where="post", color=BLUE, lw=1)
+        for front in self.fronts():
+            x = [self.cost.measure(group) for group in front]
+            axes.step(x, [group.gap or 0.0 for group in front], where="post", color=BLUE, lw=1)
         for number, group in enumerate(self.groups):
             color = PALETTE[number % len(PALETTE)]
             marker = MARKERS[number // len(PALETTE) % len(MARKERS)]
@@ -75,6 +76,16 @@ class ParetoPicture:
         figure.set_figwidth(figure.get_figwidth() * 1.4)
         figure.set_figheight(max(figure.get_figheight(), 0.6 + 0.16 * len(self.groups)))
         figure.legend(loc="outside right upper", fontsize=6, frameon=False)
+
+    def fronts(self) -> list[list[SeedGroup]]:
+        """Return the front of each baseline: gaps to different losses have no common one."""
+        return [
+            frontier(
+                [group for group in self.groups if self.baselines[group.name] == baseline],
+                self.cost.measure,
+            )
+            for baseline in dict.fromkeys(self.baselines[group.name] for group in self.groups)
+        ]
 
 
 @dataclass(frozen=True)
@@ -117,10 +128,11 @@ def pictures_of(
     for cost in COSTS:
         shown = [g for g in groups if g.gap is not None and cost.measure(g) > 0]
         if len(shown) > 1:
-            found[f"loss_by_{cost.file}"] = ParetoPicture(f"Loss by {cost.file}", shown, cost)
+            title = f"Loss by {cost.file}"
+            found[f"loss_by_{cost.file}"] = ParetoPicture(title, shown, baselines, cost)
     gaps = [g for g in groups if g.gap is not None and g.name != baselines[g.name]]
     if gaps:
         names = {baselines[group.name] for group in gaps}
-        title = "the baseline" if len(names) > 1 else min(names)
-        found["gaps"] = GapPicture(f"Loss less that of {title}", gaps)
+        name = "the baseline" if len(names) > 1 else min(names)
+        found["gaps"] = GapPicture(f"Loss less that of {name}", gaps)
     return found

@@ -79,13 +79,18 @@ class Difference:
     error: float | None
 
     @property
-    def verdict(self) -> str:
+    def lower(self) -> str | None:
         """Which of both is lower, beyond the error; a single seed has no error of its own."""
+        if self.error is None or not is_beyond(self.mean, self.error, seeds=len(self.seeds)):
+            return None
+        return self.first if self.mean < 0 else self.second
+
+    @property
+    def verdict(self) -> str:
+        """What the difference shows, in words."""
         if len(self.seeds) < 2:
             return "one seed, not tested"
-        if self.error is None or not is_beyond(self.mean, self.error, seeds=len(self.seeds)):
-            return "no difference shown"
-        return f"{self.first if self.mean < 0 else self.second} is lower"
+        return "no difference shown" if self.lower is None else f"{self.lower} is lower"
 
 
 def groups_of(rows: Sequence[StudyRow], baselines: Mapping[str, str]) -> list[SeedGroup]:
@@ -176,7 +181,7 @@ def beaten_by(group: SeedGroup, groups: Sequence[SeedGroup], measure: Measure) -
         if other.name == group.name or measure(other) > measure(group):
             continue
         paired = difference(group, other)
-        if paired is not None and paired.verdict.startswith(f"{other.name} "):
+        if paired is not None and paired.lower == other.name:
             found.append(other.name)
     return found
 
@@ -184,7 +189,8 @@ def beaten_by(group: SeedGroup, groups: Sequence[SeedGroup], measure: Measure) -
 def frontier(groups: Sequence[SeedGroup], measure: Measure) -> list[SeedGroup]:
     """Return the groups on the Pareto front of mean gap against `measure`, by rising cost.
 
-    Gaps are paired by seed, so that groups of different seeds can be compared.
+    Gaps are paired by seed, so that groups of different seeds can be compared, but all of them must
+    have one baseline.
     """
     found: list[SeedGroup] = []
     best = math.inf

@@ -101,6 +101,16 @@ class DenseLosses:
         share = math.log(steps / shorter) / math.log(longer / shorter)
         return known + share * (self._losses[longer][seed] - known)
 
+    def gaps(self, losses: Mapping[int, float], length: float) -> dict[int, float]:
+        """Return `losses` less those of dense runs of `length` steps, by common seed.
+
+        A length beyond that of a whole run stands for a whole run. Raises `ConfigError` for one
+        that is shorter than all runs.
+        """
+        steps = min(float(self.steps), length)
+        seeds = sorted(losses.keys() & self.seeds)
+        return {seed: losses[seed] - self.at(steps, seed) for seed in seeds}
+
 
 def compare(
     group: str,
@@ -117,22 +127,20 @@ def compare(
     longer than the dense one is compared with the whole dense run.
     """
     length = before + (dense.steps - before) * step / dense_step
-    dense_steps = min(float(dense.steps), length)
-    seeds = tuple(sorted(losses.keys() & dense.seeds))
-    if not seeds:
+    gaps = dense.gaps(losses, length)
+    if not gaps:
         raise ConfigError(f"--results: {group} and dense have no seed in common")
-    ours = [losses[seed] for seed in seeds]
-    theirs = [dense.at(dense_steps, seed) for seed in seeds]
-    differences = [mine - other for mine, other in zip(ours, theirs, strict=True)]
+    loss = statistics.fmean(losses[seed] for seed in gaps)
+    difference = statistics.fmean(gaps.values())
     return IsoTime(
         group=group,
-        seeds=seeds,
+        seeds=tuple(gaps),
         step=step,
         share=step / dense_step,
         length=length,
-        dense_steps=dense_steps,
-        loss=statistics.fmean(ours),
-        dense_loss=statistics.fmean(theirs),
-        difference=statistics.fmean(differences),
-        error=standard_error(differences) if len(seeds) > 1 else None,
+        dense_steps=min(float(dense.steps), length),
+        loss=loss,
+        dense_loss=loss - difference,
+        difference=difference,
+        error=standard_error(list(gaps.values())) if len(gaps) > 1 else None,
     )

@@ -31,7 +31,7 @@ from tools.bench.track.step_times import FILE, TIER, StepTime, before_name, read
 from tools.studies.commands import Commands
 from tools.studies.declaration import DeclaredStudy, read_study
 from tools.studies.rows import StudyRow, read_rows
-from tools.studies.statistics import SeedGroup, groups_of
+from tools.studies.statistics import SeedGroup, groups_of, losses_of
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "tier_s.jsonl"
@@ -147,9 +147,9 @@ def target_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> Target | None:
 def dense_losses(
     study: DeclaredStudy, rows: Sequence[StudyRow], results: Path
 ) -> DenseLosses | None:
-    """Return losses of the baseline by length, on the seeds of the shorter runs; None without them.
+    """Return losses of the baseline by length, on seeds that have every declared length.
 
-    Raises `ConfigError` for a row that is not declared, or a seed that lacks a length.
+    None without such a seed. Raises `ConfigError` for a row that is not declared.
     """
     if not results.is_file():
         return None
@@ -157,11 +157,15 @@ def dense_losses(
     shorter = checked_rows(
         declared, Commands(declared, Path("runs"), Path("data")), read_rows(results)
     )
-    seeds = {row.seed for row in shorter}
-    whole = [row for row in rows if row.group == study.baseline and row.seed in seeds]
-    if not whole:
+    by_length = [
+        losses_of(row for row in [*rows, *shorter] if row.group == group)
+        for group in (study.baseline, *declared.groups)
+    ]
+    seeds = set.intersection(*(set(losses) for losses in by_length))
+    if not seeds:
         return None
-    return DenseLosses([*whole, *shorter], dense=study.baseline, shorter=SHORTER_GROUPS)
+    found = [row for row in [*rows, *shorter] if row.seed in seeds]
+    return DenseLosses(found, dense=study.baseline, shorter=SHORTER_GROUPS)
 
 
 def standings_of(
@@ -223,11 +227,10 @@ def iso_gap(losses: Mapping[int, float], length: float, dense: DenseLosses | Non
     """
     if dense is None:
         return None
-    length = min(length, float(dense.steps))
-    seeds = losses.keys() & dense.seeds
-    if not seeds or length < dense.lengths[0]:
+    if length < dense.lengths[0]:
         return None
-    return statistics.fmean(losses[seed] - dense.at(length, seed) for seed in sorted(seeds))
+    gaps = dense.gaps(losses, length)
+    return statistics.fmean(gaps.values()) if gaps else None
 
 
 HEAD = ("entry", "seeds", "loss", "above", "z", "/ bytes", "memory")
