@@ -539,7 +539,10 @@ def start(launch: Launch, config: Config) -> Runtime:
         check_cuda_variables(config)
     backend = _choose_backend(device, config.parallel.distributed_backend)
     if "OMP_NUM_THREADS" not in os.environ and device.type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+        share = max(1, (os.cpu_count() or 1) // launch.local_world_size)
+        if hasattr(os, "sched_getaffinity"):  # a scheduler may give fewer cores than there are
+            share = min(share, len(os.sched_getaffinity(0)))
+        torch.set_num_threads(share)
     # torch's defaults round operands of fp32 convolutions, unlike those of products, to TF32.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     if config.training.deterministic_mode:

@@ -16,7 +16,9 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -75,6 +77,8 @@ if TYPE_CHECKING:
 Paths = Mapping[str, GradientPath]
 """Gradient paths by the value of `--grad-path`."""
 
+ASKING_SECONDS = 1.0
+"""Seconds between two questions whether all ranks have finished; below every timeout."""
 PRINTING = frozenset({"-h", "--help", "--help-compat", "--dry-run"})
 """Flags of a start that prints and trains nothing."""
 USAGE = """\
@@ -246,9 +250,7 @@ def run(
     requests.install()
     notes: list[str] = []
     if runtime.is_writer:
-        groups.world.raise_on_all_ranks(
-            lambda: held.callback(lock_run_dir(run_dir, log=notes.append))
-        )
+        groups.world.raise_on_all_ranks(lambda: lock(config, run_dir, held, log=notes.append))
     else:
         groups.world.raise_on_all_ranks(lambda: None)
     origin = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
@@ -279,13 +281,16 @@ def run(
             means = metrics.throughput(trainer.workload)
             if runtime.is_writer:
                 finish(outcome, trainer.progress, run_dir, means, attempt=failures.attempt)
-                write_pictures(run_dir, metrics)
             if outcome.left:
                 step = trainer.progress.iteration
                 metrics.log(f"saved step {step} ({outcome.left}); the same command resumes the run")
-            # Trackers may take long to close; the ranks leave together after that.
-            metrics.close()
-            groups.world.barrier()
+
+            def close_metrics() -> None:
+                if runtime.is_writer:
+                    write_pictures(run_dir, metrics)
+                metrics.close()
+
+            finish_together(close_metrics, groups)
             trainer.pipeline.transport.close()
         except BaseException as error:
             # Report before anything is closed, since closing may take long.
@@ -294,6 +299,49 @@ def run(
     heartbeat.close()
     stop()
     return outcome.exit_code
+
+
+def finish_together(last: Callable[[], None], groups: ProcessGroups) -> None:
+    """Call `last` on each rank, and return on all ranks once it has returned on all of them.
+
+    It may take longer than a collective may wait, as a tracker does that sends what it has over a
+    slow network: ranks that are ready ask the others every `ASKING_SECONDS`.
+    """
+    import torch
+
+    work: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            last()
+        except BaseException as error:
+            work.set_exception(error)
+        else:
+            work.set_result(None)
+
+    # Not a pool, which would wait for its thread even after the loss of a rank.
+    threading.Thread(target=call, name="finish", daemon=True).start()
+    is_busy = True
+    while is_busy:
+        wait([work], timeout=ASKING_SECONDS)
+        busy = torch.tensor(int(not work.done()))
+        is_busy = bool(groups.max_over_world(busy, about="finish").item())
+    work.result()
+
+
+def lock(config: Config, run_dir: Path, held: ExitStack, *, log: Callable[[str], None]) -> None:
+    """Lock the run folder and, if it lies elsewhere, that of the checkpoints until `held` closes.
+
+    Runs with one `--save` would delete each other's checkpoints. Raises `ConfigError` naming the
+    process that has a folder.
+    """
+    from megatron.checkpoint.find import save_directory
+
+    held.callback(lock_run_dir(run_dir, log=log))
+    if config.checkpoint.save and not config.training.skip_train:
+        folder = save_directory(config, run_dir)
+        if os.path.realpath(folder) != os.path.realpath(run_dir):
+            held.callback(lock_run_dir(folder, log=log, name="save"))
 
 
 def open_run(

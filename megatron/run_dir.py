@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, brief_settings, to_yaml
 from megatron.config.compilation import choose_compilation
-from megatron.errors import ConfigError, SparsetronError
+from megatron.errors import ConfigError
 from megatron.fault_tolerance.flight_recorder import clear_dumps
 from megatron.fault_tolerance.run_lock import RunLock
 from megatron.launch import Runtime, check_cuda_variables, cuda_variables, job_environment
@@ -43,15 +43,18 @@ def name_run_dir(config: Config) -> Path:
     return Path(config.run.run_dir) if config.run.run_dir else Path("runs") / config.name
 
 
-def lock_run_dir(run_dir: Path, *, log: Callable[[str], None]) -> Callable[[], None]:
+def lock_run_dir(
+    run_dir: Path, *, log: Callable[[str], None], name: str = "run_dir"
+) -> Callable[[], None]:
     """Create the run folder and lock it against other runs; return a function that unlocks it.
 
-    Raises `ConfigError` if the folder cannot be made or is in use, before any of its files changes.
+    `name` is that of the setting which names the folder. Raises `ConfigError` if the folder cannot
+    be made or is in use, before any of its files changes.
     """
-    with _failing(run_dir):
+    with _failing(run_dir, name):
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
         if danger := open_to_all(run_dir):
-            raise ConfigError(f"run_dir: {run_dir.resolve()}: {danger}")
+            raise ConfigError(f"{name}: {run_dir.resolve()}: {danger}")
         lock = RunLock.take(run_dir, job=job_environment(), log=log)
     return lock.release if lock is not None else lambda: None
 
@@ -68,7 +71,7 @@ def prepare_run_dir(run_dir: Path, *, attempt: str = "", nccl: bool = False) -> 
 
 
 @contextmanager
-def _failing(run_dir: Path) -> Iterator[None]:
+def _failing(run_dir: Path, name: str = "run_dir") -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -76,7 +79,7 @@ def _failing(run_dir: Path) -> Iterator[None]:
         way_out = "free some space or " if full else ""
         # Not `resolve`, which fails for a loop of links.
         raise ConfigError(
-            f"run_dir: {os.path.abspath(run_dir)}: {error.strerror}; "
+            f"{name}: {os.path.abspath(run_dir)}: {error.strerror}; "
             f"{way_out}choose a folder that can be written"
         ) from None
 
@@ -150,8 +153,8 @@ def write_pictures(run_dir: Path, metrics: Metrics) -> None:
 
     try:
         metrics.log(f"report: {write_report(run_dir, log=metrics.log)}")
-    except (OSError, SparsetronError) as error:
-        metrics.log(f"no report: {error}")
+    except Exception as error:  # the run has ended, whatever becomes of its charts
+        metrics.log(f"no report: {type(error).__name__}: {error}")
 
 
 def finish(

@@ -24,6 +24,8 @@ from megatron.errors import PeerError
 STATUS = "status.json"
 
 State = Literal["running", "done", "failed", "left"]
+ENDED = ("done", "left")
+"""States of a run that ended as it should."""
 MAX_OTHERS = 16
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _BLOCK = 4096
@@ -148,8 +150,11 @@ def _leads(old: Status, new: Status) -> bool:
     """Return whether the new status becomes the main content.
 
     Two ranks may report the failure of a third one in the same second: only the first report leads.
+    What fails after the end of a run, such as closing a tracker, does not undo the run.
     """
     same = old.attempt == new.attempt
+    if old.state in ENDED and new.state == "failed":
+        return not (same and new.attempt)
     if old.state != "failed":
         return True
     if new.state != "failed":

@@ -36,12 +36,14 @@ def radius_bytes(
     rolling_interval: int | None,
     value_bytes: int,
     bits: bool,
+    keeps_rounding: bool = False,
 ) -> dict[str, int]:
     """Return the bytes of index, residual and values for matrices of these numbers of entries.
 
-    `bits`: whether indices are bitmaps. `values` are the values sent, `value_bytes` each, and the
-    step counts of a rolling schedule; on a CPU they are kept from step to step, on a GPU they exist
-    only while they are sent.
+    `bits`: whether indices are bitmaps. `keeps_rounding`: whether the residual also keeps what a
+    wire rounds off, which takes a second buffer. `values` are the values sent, `value_bytes` each,
+    and the step counts of a rolling schedule; on a CPU they are kept from step to step, on a GPU
+    they exist only while they are sent.
     """
     sizes = list(matrices)
     if density >= 1:
@@ -53,7 +55,7 @@ def radius_bytes(
         each += 4 if residual != "none" else 0
     return {
         "index": index_bytes(entries, chosen, bits=bits),
-        "residual": 4 * entries if residual == "separate" else 0,
+        "residual": (4 + 4 * keeps_rounding) * entries if residual == "separate" else 0,
         "values": each * sent,
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -95,10 +95,14 @@ class OffsetIndexBase(ABC):
         """Return `values` times `scale` at positions in `[start, stop)`, and 0 elsewhere: fp32."""
         out = torch.zeros(stop - start)
         pieces = self.pieces
-        for number in range(bisect_right(pieces, start, key=lambda p: p.stop), len(pieces)):
+        # Chunks ascend, but stops do not: offsets end with their chunk, beyond a run after them.
+        first_here = bisect_left(pieces, start // CHUNK, key=lambda p: p.start // CHUNK)
+        for number in range(first_here, len(pieces)):
             piece = pieces[number]
             if piece.start >= stop:
                 break
+            if piece.stop <= start:
+                continue
             bounds = max(start - piece.start, 0), min(stop, piece.stop) - piece.start
             moved = piece.start - start
             if piece.offsets is None:

@@ -105,7 +105,7 @@ class RadiusReducer(GradientReducer):
         self._own: list[RadiusBucket] = []
         self._step = StepContext(t=0)
         self._first = self._last = 0
-        self._stats = RadiusStats(settings, self.model_shard)
+        self._stats = RadiusStats(settings, self.model_shard, keeps_rounding=keeps_rounding)
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout | None = None) -> None:
         assert not self._first, "which entries exist is settled before Radius starts"

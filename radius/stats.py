@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 class RadiusStats:
     """The counters and notes since the last call of `stats`.
 
-    `model_shard` is this rank's part of the model.
+    `model_shard` is this rank's part of the model. `keeps_rounding`: whether the residual also
+    keeps what the wire rounds off.
     """
 
-    def __init__(self, settings: RadiusSettings, model_shard: ModelShard) -> None:
+    def __init__(
+        self, settings: RadiusSettings, model_shard: ModelShard, *, keeps_rounding: bool
+    ) -> None:
         self._settings, self._model_shard = settings, model_shard
+        self._keeps_rounding = keeps_rounding
         self._sent = self._stored = self._chosen = 0
         self._kept: int | torch.Tensor = 0
         self._tells_memory = False
@@ -105,6 +109,7 @@ class RadiusStats:
             rolling_interval=settings.interval if rolling else None,
             value_bytes=grad.element_size(),
             bits=bits,
+            keeps_rounding=self._keeps_rounding,
         )
         entries, *sizes = self._model_shard.total([sum(matrices), *kinds.values()])
         if not entries:

@@ -53,8 +53,15 @@ def entry(number: int, *, name: str = "all_reduce", group: str = "dp of 0", **mo
     } | more
 
 
-def dump(run: Path, rank: int, entries: Sequence[dict], *, members: str = "0,1,2") -> Path:
-    path = run / FOLDER / f"nccl_trace_rank_{rank}"
+def dump(
+    run: Path,
+    rank: int,
+    entries: Sequence[dict],
+    *,
+    members: str = "0,1,2",
+    backend: str = "nccl",
+) -> Path:
+    path = run / FOLDER / f"{backend}_trace_rank_{rank}"
     path.parent.mkdir(exist_ok=True)
     groups = {"3": {"name": "3", "desc": "dp of 0", "ranks": f"[{members}]"}}
     whole = {"version": "2.10", "pg_config": groups, "entries": list(entries)}
@@ -89,6 +96,9 @@ def test_messages_and_a_collective_that_all_ranks_are_in(tmp_path: Path) -> None
     for rank in range(2):
         dump(tmp_path, rank, [entry(1)], members="0,1")
     assert explain(tmp_path) == "ranks 0-1 dumped, and no rank lags"
+    for rank in range(2):
+        dump(tmp_path, rank, [entry(1)], members="0,1", backend="gloo")
+    assert explain(tmp_path).endswith("that are recorded; gloo's messages are not")
 
 
 class Harmful:

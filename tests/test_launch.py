@@ -296,6 +296,19 @@ def test_fp32_products_and_convolutions_are_not_rounded_to_tf32() -> None:
             backend.allow_tf32 = value
 
 
+def test_a_rank_has_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)))
+    before = torch.get_num_threads()
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    for local in (1, 64):
+        launch = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=local)
+        launch_module.start(launch, read())
+    assert found == [3, 2] and torch.get_num_threads() == before
+
+
 def test_finding_the_rank_needs_no_torch() -> None:
     code = "import sys; from megatron.launch import detect_launch; detect_launch(); "
     code += "print('torch' in sys.modules)"

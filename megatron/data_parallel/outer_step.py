@@ -126,6 +126,7 @@ class LocalReducer(GradientReducer):
         self._compression, self._keeps_rounding = compression, keeps_rounding
         self._copies = copies
         self._averaged = 0
+        self._notes: list[str] = []
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
         self.anchors = [
@@ -138,6 +139,13 @@ class LocalReducer(GradientReducer):
             for bucket in buckets
         ]
         self._check_turns()
+        filled = len({anchor.fragment for anchor in self.anchors})
+        if self.anchors and filled < self._rounds.fragments:
+            self._notes.append(
+                f"diloco: {len(buckets)} buckets fill {filled} turns of --local-fragments "
+                f"{self._rounds.fragments}, and nothing is sent in the others; lower "
+                "--ddp-bucket-size"
+            )
 
     def _check_turns(self) -> None:
         """Raise `ConfigError` if tensor-parallel ranks average copies of a parameter apart.
@@ -234,7 +242,8 @@ class LocalReducer(GradientReducer):
         averaged, self._averaged = self._averaged, 0
         entries = sum(anchor.bucket.numel for anchor in self.anchors)
         density = averaged / entries if entries else 0.0
-        return ReducerStats(bytes_sent=sent, wait_seconds=waited, density=density)
+        notes, self._notes = tuple(self._notes), []
+        return ReducerStats(bytes_sent=sent, wait_seconds=waited, density=density, notes=notes)
 
     # ---- internals -----------------------------------------------------------------------------
 
@@ -264,10 +273,11 @@ class LocalReducer(GradientReducer):
         torch.sub(anchor.weights, weight, out=values)
         if isinstance(feedback, TopKFeedback):
             return self.exchange.gather(feedback.send(values))
-        if feedback is not None:
+        # One rank encodes nothing, but owes what several ranks kept.
+        if feedback is not None and (self.exchange.ranks > 1 or feedback.is_pending):
             lost = feedback.join(values, 1.0)
             if self.exchange.ranks == 1:
-                lost.zero_()  # nothing is encoded
+                lost.zero_()
         return self.exchange.mean(values, matrix=anchor.bucket.matrix, lost=lost)
 
     def _receive(self, anchor: Anchor, weight: torch.Tensor, transfer: Transfer) -> None:

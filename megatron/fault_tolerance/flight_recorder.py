@@ -155,6 +155,9 @@ def explain(run_dir: Path, ranks: int | None = None) -> str:
     # Ranks that wait for a lagging rank make others wait for them, later.
     first = min(found, key=lambda one: (not one[2], one[0].since), default=None)
     text = f"{_named(readable)} dumped, and no rank lags" if readable else "no readable dump"
+    if readable and any(backend == "gloo" for backend, _, _ in lines):
+        # Rows and activations travel as messages there, of which torch keeps no record.
+        text += " in the collectives that are recorded; gloo's messages are not"
     if first is not None:
         record, waiting, behind = first
         lag = f"{_named(behind)} lag{_s(behind)} behind it" if behind else "no rank lags"

@@ -132,7 +132,7 @@ def check_free(run_dir: Path) -> None:
 def _in_use(path: Path, holder: Holder | None) -> RunFolderInUse:
     name = holder if holder is not None else "an unknown process"
     return RunFolderInUse(
-        f"{path.parent}: in use by {name}; wait for it, or give another --run-dir"
+        f"{path.parent}: in use by {name}; wait for it, or give another --run-dir or --save"
     )
 
 

@@ -176,7 +176,12 @@ class Watchdog(threading.Thread):
         )
 
     def _end(self) -> None:
-        if self._heartbeat.phase != "leaving":
+        code = PeerError.exit_code
+        if self._heartbeat.phase == "leaving":
+            known = self._causes.known()
+            if known is not None and known.rank == self._causes.rank and known.exit_code:
+                code = known.exit_code  # of the error that this rank reported
+        else:
             print(
                 f"rank {self._causes.rank}: stacks at step {self._heartbeat.step}, "
                 f"{self._heartbeat.phase}:",
@@ -185,4 +190,4 @@ class Watchdog(threading.Thread):
             )
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             write_dump(self._causes.run_dir, self._causes.rank)
-        os._exit(PeerError.exit_code)
+        os._exit(code)

@@ -175,8 +175,15 @@ class FeedbackReducer(GradientReducer, ABC):
 
     def stats(self, *, full: bool = False) -> ReducerStats:
         dense, squares = self._dense.stats(), self._squared_residual() if full else 0.0
-        mine = [self.entries_sent, self.entries_stored, squares]
-        sent, stored, squares = self.model_shard.total(mine)
+        matrices = sum(map(len, self._names.values()))
+        mine = [self.entries_sent, self.entries_stored, squares, matrices]
+        sent, stored, squares, matrices = self.model_shard.total(mine)
+        if not matrices and not self._told:
+            self._told = True
+            self._notes.append(
+                f"{self.name}: compresses no matrix of this model, which would not become smaller; "
+                "all gradients are sent as by dense"
+            )
         stats = ReducerStats(
             bytes_sent=dense.bytes_sent,
             density=sent / stored if stored else 1.0,

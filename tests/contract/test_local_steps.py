@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.data_parallel.outer_step import LocalReducer
 from megatron.data_parallel.rounds import Rounds
+from megatron.data_parallel.wire_feedback import WireFeedback
 from megatron.optimizer.update_rules import SGD
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import (
+    FRAGMENTS,
     PATHS,
     SHAPES,
     WORLDS,
@@ -195,6 +198,29 @@ def test_4_a_non_finite_gradient_is_skipped_by_its_replica_alone(
         assert found["ok"] == good
         assert found["skipped"] == [0, 0, 1, 1, 0, 0]
         assert found["changed"] == found["after"] == []
+
+
+# ---- what a run is told, and does not pay for ----------------------------------------------------
+
+
+def test_one_rank_over_an_encoded_wire_keeps_nothing() -> None:
+    toy = Toy(ALONE, PathCase("diloco", {"local_steps": 2}, local=True, wire="int8"))
+    for number in range(4):
+        assert toy.step([gradients(number, 0)]).ok
+    assert isinstance(toy.engine.reducer, LocalReducer)
+    kept = [anchor.feedback for anchor in toy.engine.reducer.anchors if anchor.bucket.matrix]
+    assert kept and all(isinstance(each, WireFeedback) for each in kept)
+    assert not any(each.is_pending for each in kept if each is not None)
+    assert not [name for name, _ in toy.engine.reducer.state_tensors() if "momentum" not in name]
+
+
+@pytest.mark.parametrize(("fragments", "words"), [(9, "turns of --local-fragments 9"), (3, "")])
+def test_turns_without_a_bucket_are_told_once(fragments: int, words: str) -> None:
+    options = FRAGMENTS | {"local_fragments": fragments}
+    toy = Toy(ALONE, PathCase("diloco", options, local=True), cap=1 << 20)
+    told = " ".join(toy.engine.stats().notes)
+    assert words in told and bool(told) == bool(words)
+    assert not toy.engine.stats().notes
 
 
 # ---- 10: state goes out and comes back -----------------------------------------------------------

@@ -3,7 +3,8 @@
 `step` is a number, or `3+` for step 3 and all steps after it. stderr tells when a fault strikes.
 Kinds: kill, raise, exit0, oom, hang, stop (SIGSTOP), extra-collective, skip-collective (the next
 all-reduce), nan, inf (in one gradient), spike (100 times the loss, on a rank that has a loss),
-drift (one bit of one weight), slow (1 s). `tests/faults/program.py` is pretrain_gpt.py with these
+drift (one bit of one weight), slow (1 s), slow-tracker (rank 0 has a tracker that takes
+TRACKER_SECONDS to close). `tests/faults/program.py` is pretrain_gpt.py with these
 faults; nothing in the product knows of them.
 """
 
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 
 KINDS = (
     "kill", "raise", "exit0", "oom", "stop", "hang", "slow", "extra-collective",
-    "skip-collective", "nan", "inf", "spike", "drift",
+    "skip-collective", "nan", "inf", "spike", "drift", "slow-tracker",
 )  # fmt: skip
+TRACKER_SECONDS = 12.0
+"""More than a phase "leaving" may take, and than the timeout of collectives of these tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +175,22 @@ def _drift(trainer: Trainer) -> None:
     trainer.optimizer.states[-1].master[:1].view(torch.int32).bitwise_xor_(1 << 12)
 
 
+def _slow_tracker(trainer: Trainer) -> None:
+    class Slow:
+        name = "slow"
+
+        def steps(self, records: object) -> None:
+            pass
+
+        def evaluation(self, evaluation: object, **_: object) -> None:
+            pass
+
+        def close(self) -> None:
+            time.sleep(TRACKER_SECONDS)
+
+    trainer.metrics._trackers.append(Slow())  # type: ignore[attr-defined]
+
+
 _STRIKE: dict[str, Callable[[Trainer], None]] = {
     "kill": lambda trainer: os.kill(os.getpid(), signal.SIGKILL),
     "raise": _raise,
@@ -186,4 +205,5 @@ _STRIKE: dict[str, Callable[[Trainer], None]] = {
     "inf": _poison(math.inf),
     "spike": _spike,
     "drift": _drift,
+    "slow-tracker": _slow_tracker,
 }

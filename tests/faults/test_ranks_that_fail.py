@@ -203,6 +203,22 @@ def test_a_single_rank_that_leaves_early_is_no_success(tmp_path: Path) -> None:
     assert run.finish().codes == [6]
 
 
+def test_a_tracker_that_takes_long_to_close_does_not_fail_a_finished_run(tmp_path: Path) -> None:
+    fault = "slow-tracker:0:2:forward"
+    ended = start_ranks(2, tmp_path, "--train-iters 4", fault=fault).finish()
+    assert ended.codes == [0, 0], ended.all_stderr
+    assert (ended.status["state"], ended.status["exit_code"]) == ("done", 0)
+
+
+def test_a_tracker_that_takes_long_to_close_does_not_change_the_code_of_a_failure(
+    tmp_path: Path,
+) -> None:
+    flags = "--global-batch-size 2 --train-iters 4"
+    fault = "slow-tracker:0:1:forward,raise:0:2:forward"
+    ended = start_ranks(1, tmp_path, flags, fault=fault).finish()
+    assert ended.codes == [1] and ended.status["exit_code"] == 1, ended.all_stderr
+
+
 def test_a_lone_rank_that_hangs_is_ended(tmp_path: Path) -> None:
     """The watchdog of the rank is all that waits for it, and shows where the rank hangs."""
     flags = "--global-batch-size 2 --train-iters 4 --distributed-timeout-minutes 0.03"

@@ -198,6 +198,26 @@ def test_a_second_start_is_refused_at_once_and_touches_nothing(tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {"status.json", LOCK}
 
 
+def test_one_folder_of_checkpoints_has_one_run(tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    holder = hold_elsewhere(saves)
+    command = [sys.executable, str(REPO / "pretrain_gpt.py"), *TINY.split(), "--save", str(saves)]
+    start = [*command, "--run-dir", str(tmp_path / "other")]
+    try:
+        done = subprocess.run(start, capture_output=True, text=True)
+        assert done.returncode == 2, done.stderr
+        (line,) = done.stderr.splitlines()
+        assert f"{saves}: in use by process {holder.pid} on" in line
+        # A run that saves nothing needs no lock.
+        done = subprocess.run([*start, "--skip-train"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert not list((tmp_path / "other").glob(LOCK)), "given back"
+
+
 RACE = """
 import sys, time
 from pathlib import Path

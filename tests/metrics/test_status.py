@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.status import Status, read_status, write_status
+from megatron.status import ENDED, State, Status, read_status, write_status
 
 
 def _failed(rank: int, reason: str, *, code: int = 5, attempt: str = "") -> Status:
@@ -131,3 +131,13 @@ def test_a_value_of_a_wrong_type_makes_the_file_unreadable(name: str, tmp_path: 
             assert isinstance(held, kinds.get(name, str)) and type(held) is not bool
             dataclasses.replace(found, **{name: held})
             json.dumps(dataclasses.asdict(found), ensure_ascii=False, allow_nan=False).encode()
+
+
+@pytest.mark.parametrize("state", ENDED)
+def test_what_fails_after_the_end_does_not_undo_the_run(tmp_path: Path, state: State) -> None:
+    write_status(tmp_path, Status(state=state, exit_code=0, attempt="a"))
+    late = Status(state="failed", exit_code=6, reason="a tracker hangs", attempt="a")
+    assert not write_status(tmp_path, late)
+    found = read_status(tmp_path)
+    assert found is not None and (found.state, found.exit_code) == (state, 0)
+    assert write_status(tmp_path, dataclasses.replace(late, attempt="b")), "another start"

@@ -218,6 +218,13 @@ def test_a_bitmap_is_as_large_as_planned() -> None:
     assert planned <= index.nbytes < 1.01 * planned < 0.2 * index.length
 
 
+def test_rounding_that_is_kept_takes_a_second_buffer() -> None:
+    settings = {"density": Fraction("0.4"), "rolling_interval": None, "value_bytes": 4}
+    for residual, each in (("separate", 8), ("none", 0)):
+        kinds = radius_bytes([1000], residual=residual, bits=True, keeps_rounding=True, **settings)
+        assert kinds["residual"] == each * 1000
+
+
 def test_the_log_tells_it_beside_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radius.memory.instruction_sets", lambda: ("AVX2",))
     kinds = radius_bytes(

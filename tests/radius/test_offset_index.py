@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -161,6 +162,23 @@ def test_flushed_ranges_are_sent_whole_beside_what_is_chosen(length: int, ranges
     taken = torch.empty_like(values)
     flushed.take(flat, taken)
     assert torch.equal(taken, values) and not flat[chosen].any() and flat[~chosen].all()
+
+
+@pytest.mark.parametrize("length", [64, CHUNK + 64])
+def test_any_part_is_expanded_beside_many_flushed_ranges(length: int) -> None:
+    index, chosen = filled(length)
+    ranges = [(first, first + length // 16) for first in range(3, length - 7, length // 8)]
+    flushed = index.flushed(ranges)
+    for start, stop in ranges:
+        chosen[start:stop] = True
+    flat = torch.randn(length)
+    values = torch.empty(flushed.numel)
+    flushed.gather(flat, values)
+    dense = torch.where(chosen, flat, 0.0)
+    edges = sorted({0, 1, length, *(min(e + d, length) for r in ranges for e in r for d in (0, 5))})
+    for start, stop in combinations(edges, 2):
+        found = flushed.expand(values, start, stop, scale=2.0)
+        assert torch.equal(found, 2.0 * dense[start:stop]), (start, stop)
 
 
 def states(length: int, count: int) -> list[torch.Tensor]:

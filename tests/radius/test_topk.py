@@ -15,6 +15,7 @@ from megatron.data_parallel.exchange import Exchange
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group, ProcessGroups
 from megatron.sparse.selection import SAMPLED, largest
+from radius.baselines.powersgd import PowerSGDReducer
 from radius.baselines.topk import TopKReducer
 from tests.contract.harness import copies
 from tests.radius.functional_ranks import bucket_of, equals_dense, infos_of, mean_of, random
@@ -178,6 +179,15 @@ def test_the_log_tells_once_when_compression_begins() -> None:
         mean_of(reducer, bucket, random(SHAPES, t), t=t)
         told.append(len(reducer.stats().notes))
     assert told == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("rank", "count"), [(2, 0), (4096, 1)])
+def test_a_rank_that_compresses_no_matrix_is_told_once(rank: int, count: int) -> None:
+    infos = infos_of(SHAPES)
+    reducer = PowerSGDReducer(infos, Exchange(ALONE), rank=rank, seed=0)
+    reducer.attach([bucket_of(infos)])
+    told = [note for _ in range(2) for note in reducer.stats().notes]
+    assert len(told) == count and all("compresses no matrix" in note for note in told)
 
 
 def test_a_bucket_that_positions_cannot_reach_is_refused() -> None:
