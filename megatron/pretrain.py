@@ -477,6 +477,7 @@ def build_trainer(
         metrics=metrics,
         identity=own_identity,
         data_files=opened.data_files() if runtime.is_writer else {},
+        order=readers.train.order if readers.train is not None else lambda count: "",
     )
     metrics.log(f"model: {opened.summary}")
     metrics.log(f"gradient path {config.gradient.grad_path}: {len(engine.buckets)} buckets")

@@ -34,7 +34,7 @@ from megatron.checkpoint.store import Checkpoint, LocalShard, Snapshots, save_ch
 from megatron.config import Config
 from megatron.data_parallel.buffers import BufferSet
 from megatron.data_parallel.engine import GradientEngine
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, DataError
 from megatron.metrics import Metrics
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.build import learning_rate
@@ -137,7 +137,7 @@ class Checkpointer:
     """Saves and restores the whole state of a run; a `Saver`.
 
     All ranks call every method together. `data_files` has facts about the data files, read on rank
-    0 only.
+    0 only. `order` is that of the reader of training data (`Reader.order`).
 
     With `--async-save` a save copies this rank's shards and returns. A thread writes them and
     communicates over `channel`, a process group of its own. While a save is pending, the ranks
@@ -155,6 +155,7 @@ class Checkpointer:
     metrics: Metrics
     identity: dict[str, Any]
     data_files: dict[str, Any]
+    order: Callable[[int], str] = lambda count: ""
     files: Files = FILES
     _background: Background[_Written] = field(default_factory=Background)
     _snapshots: Snapshots = field(default_factory=Snapshots)
@@ -256,8 +257,18 @@ class Checkpointer:
             "loss_scaler": self.scaler.state(),
             "identity": self.identity,
             "data_files": self.data_files,
+            "data_order": self._order(progress.consumed_samples),
             "schedule": schedule(self.config),
         }
+
+    def _order(self, samples: int) -> str:
+        """Return `order` of the samples that were read, on rank 0, which writes it."""
+        if self.groups.world.rank:
+            return ""
+        try:
+            return self.order(samples)
+        except (OSError, DataError):  # a save is worth more than this digest
+            return ""
 
     def _of_replicas(self, progress: TrainState) -> dict[str, Any]:
         """Return the counters of each replica that takes local steps, by data-parallel rank."""
@@ -325,6 +336,7 @@ class Checkpointer:
                 accept=asked.accept_new_data,
                 log=self.metrics.log,
             )
+            self._announce_order(saved)
 
     def _check_rest(self, progress: TrainState, origin: CheckpointSource) -> None:
         """Raise `CheckpointError` if the gradient path would do nothing in the remaining steps.
@@ -339,6 +351,17 @@ class Checkpointer:
             raise CheckpointError(f"{origin.path}: with {left} steps left, {idle}")
         if idle:
             self.metrics.log(f"the gradient path will have no effect: {idle}")
+
+    def _announce_order(self, saved: Checkpoint) -> None:
+        """Log that samples which were read come at other places of a run of this length."""
+        read = int(saved.state.get("progress", {}).get("consumed_samples", 0))
+        was, now = saved.state.get("data_order"), self._order(read)
+        if was and now and now != was:
+            self.metrics.log(
+                f"the order of the data follows from the length of the run: the first {read} "
+                "samples of this length are others than those that were read, so that some are "
+                "read again and others not at all; the length of before keeps the order"
+            )
 
     def _announce_grid(self, saved: Checkpoint) -> None:
         now = self.groups.dims.sizes

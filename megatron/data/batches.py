@@ -63,6 +63,13 @@ class Reader(Protocol):
         """Return a text that differs between ranks which read other data; see `fingerprint_of`."""
         ...
 
+    def order(self, count: int) -> str:
+        """Return a text that differs if the first `count` samples are others in a longer run.
+
+        It is empty for data whose order does not depend on the length of the run.
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:

@@ -89,4 +89,12 @@ class BatchReader:
 
     def fingerprint(self) -> str:
         """Return the number of samples, and a digest of three of them."""
-        return fingerprint_of(self.samples, lambda number: self.dataset[number].tobytes())
+        return self.order(self.samples)
+
+    def order(self, count: int) -> str:
+        """Return a digest of three of the first `count` samples, and their number.
+
+        The documents of all epochs are shuffled together, and a run has as many epochs as it needs.
+        """
+        count = min(count, self.samples)
+        return fingerprint_of(count, lambda number: self.dataset[number].tobytes())

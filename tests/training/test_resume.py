@@ -219,6 +219,18 @@ def test_data_that_changed_is_refused_by_name_unless_accepted(
     assert again[0]["iteration"] == 9
 
 
+@pytest.mark.parametrize(("longer", "told"), [(2, False), (60, True)])
+def test_a_longer_run_that_reads_in_another_order_says_so(
+    ranks: Ranks, tmp_path: Path, longer: int, told: bool
+) -> None:
+    flags = flags_of(write_data(tmp_path / "text_document"))
+    ranks.run(1, train, f"{flags} --train-iters 1", tmp_path / "run")
+    # Three steps read more than one epoch.
+    ranks.run(1, train, f"{flags} --train-iters {longer}", tmp_path / "run")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert ("samples of this length are others than those that were read" in log) == told
+
+
 def forget_test_loss(run_dir: Path) -> None:
     """Remove the test loss from the metrics, as after a crash following the last save."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
