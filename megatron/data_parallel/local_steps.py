@@ -112,6 +112,11 @@ class DilocoConfig:
         )
 
 
+def _changes_top_k(options: DilocoConfig) -> bool:
+    plain = DilocoConfig(outer_compression="topk")
+    return dataclasses.replace(options, outer_compression="topk").compression != plain.compression
+
+
 DILOCO_PAIRS: tuple[RefusedPair, ...] = (
     refused_pair(
         "grad_path diloco with skip_loss_spikes",
@@ -131,6 +136,12 @@ DILOCO_PAIRS: tuple[RefusedPair, ...] = (
         lambda c: _options(c).outer_compression == "topk" and c.gradient.grad_wire is not None,
         "a message of the largest entries has a format of its own",
         "give --outer-values, and drop --grad-wire",
+    ),
+    refused_pair(
+        "outer_topk_chunk, outer_topk_k, outer_decay or outer_values without outer_compression",
+        lambda c: _options(c).outer_compression == "none" and _changes_top_k(_options(c)),
+        "every copy sends its whole change, in the format of grad_wire",
+        "give --outer-compression topk, or drop them",
     ),
 )
 """Refused pairs of `--grad-path diloco`, for its check and for `--help-compat`."""

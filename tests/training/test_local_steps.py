@@ -375,6 +375,8 @@ def test_anchors_that_drift_apart_are_found_inside_a_round(ranks: Ranks, tmp_pat
         (f"{TOP_K} --grad-wire int8", "outer_compression topk; grad_wire; --outer-values"),
         (f"{TOP_K} --outer-topk-k 301", "outer_topk_k 301; outer_topk_chunk 300; at most"),
         ("--outer-topk-chunk 32769", "outer-topk-chunk"),
+        ("--outer-values int8", "without outer_compression; give --outer-compression topk"),
+        ("--outer-topk-k 8", "without outer_compression; give --outer-compression topk"),
         ("--outer-decay 1.5", "outer-decay"),
         ("--outer-lr 0", "outer-lr"),
         ("--outer-momentum 1", "outer-momentum"),
