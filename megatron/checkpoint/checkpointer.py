@@ -233,10 +233,10 @@ class Checkpointer:
             log=self._notes.append,
             files=self.files,
         )
-        seconds = time.perf_counter() - began
-        if self._keeper is not None:
+        if self._keeper is not None:  # the ranks wait, as the checkpoint is read again
             removed = [folder.name for folder in self._keeper.prune()]
             self._notes.extend([f"removed older checkpoints: {', '.join(removed)}"] * bool(removed))
+        seconds = time.perf_counter() - began
         return _Written(iteration=iteration, path=path, seconds=seconds)
 
     def _conclude(self, work: Callable[[], _Written]) -> None:
