@@ -441,6 +441,7 @@ def build_trainer(
     Collective over the world.
     """
     from megatron.checkpoint.checkpointer import Checkpointer
+    from megatron.data.batches import OrderedReader
     from megatron.data.prefetch import choose_reading_device
     from megatron.data_parallel.buffers import BufferSet
     from megatron.fault_tolerance.consistency import compare_data
@@ -477,7 +478,7 @@ def build_trainer(
         metrics=metrics,
         identity=own_identity,
         data_files=opened.data_files() if runtime.is_writer else {},
-        order=readers.train.order if readers.train is not None else lambda count: "",
+        order=readers.train.order if isinstance(readers.train, OrderedReader) else None,
     )
     metrics.log(f"model: {opened.summary}")
     metrics.log(f"gradient path {config.gradient.grad_path}: {len(engine.buckets)} buckets")

@@ -137,7 +137,8 @@ class Checkpointer:
     """Saves and restores the whole state of a run; a `Saver`.
 
     All ranks call every method together. `data_files` has facts about the data files, read on rank
-    0 only. `order` is that of the reader of training data (`Reader.order`).
+    0 only. `order` is that of the reader of training data (`OrderedReader.order`), None for data
+    whose order does not depend on the length of the run.
 
     With `--async-save` a save copies this rank's shards and returns. A thread writes them and
     communicates over `channel`, a process group of its own. While a save is pending, the ranks
@@ -155,7 +156,7 @@ class Checkpointer:
     metrics: Metrics
     identity: dict[str, Any]
     data_files: dict[str, Any]
-    order: Callable[[int], str] = lambda count: ""
+    order: Callable[[int], str] | None = None
     files: Files = FILES
     _background: Background[_Written] = field(default_factory=Background)
     _snapshots: Snapshots = field(default_factory=Snapshots)
@@ -263,7 +264,7 @@ class Checkpointer:
 
     def _order(self, samples: int) -> str:
         """Return `order` of the samples that were read, on rank 0, which writes it."""
-        if self.groups.world.rank:
+        if self.groups.world.rank or self.order is None:
             return ""
         try:
             return self.order(samples)

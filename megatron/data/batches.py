@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Batch(Protocol):
@@ -63,11 +63,13 @@ class Reader(Protocol):
         """Return a text that differs between ranks which read other data; see `fingerprint_of`."""
         ...
 
-    def order(self, count: int) -> str:
-        """Return a text that differs if the first `count` samples are others in a longer run.
 
-        It is empty for data whose order does not depend on the length of the run.
-        """
+@runtime_checkable
+class OrderedReader(Protocol):
+    """A reader whose order of samples depends on the length of the run."""
+
+    def order(self, count: int) -> str:
+        """Return a text that differs from that of a run whose first `count` samples are others."""
         ...
 
 

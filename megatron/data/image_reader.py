@@ -183,10 +183,6 @@ class ImageReader:
         """Return the number of images, and a digest of three of them with labels and shapes."""
         return image_fingerprint(self.source)
 
-    def order(self, count: int) -> str:
-        """Return "": each epoch is shuffled by itself."""
-        return ""
-
     def _read(self, sample: int) -> tuple[Pixels, int]:
         """Return the pixels and the label of a sample."""
         index, draws = sample, None

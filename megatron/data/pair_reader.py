@@ -100,7 +100,3 @@ class PackReader:
     def fingerprint(self) -> str:
         """Return a text that differs between ranks which read other data."""
         return f"{self.samples} packs, {self.packs.digest()}"
-
-    def order(self, count: int) -> str:
-        """Return "": each epoch is shuffled by itself."""
-        return ""

@@ -41,9 +41,6 @@ class Counting:
     def fingerprint(self) -> str:
         return "counting"
 
-    def order(self, count: int) -> str:
-        return ""
-
 
 def prefetch_threads() -> list[threading.Thread]:
     """Return the threads of this process that read ahead."""

@@ -101,9 +101,6 @@ class _PipeReader:
     def fingerprint(self) -> str:
         return fingerprint_of(self.samples, lambda number: self.dataset[number].tobytes())
 
-    def order(self, count: int) -> str:
-        return ""
-
 
 def on_rank_data(groups: ProcessGroups) -> str:
     try:

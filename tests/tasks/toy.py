@@ -130,9 +130,6 @@ class ToyReader:
     def fingerprint(self) -> str:
         return fingerprint_of(self.samples, lambda number: self.image(number)[0].tobytes())
 
-    def order(self, count: int) -> str:
-        return ""
-
 
 class ToyNet(nn.Module):
     """Two convolutions with batch norm, mean over the image, a linear layer."""
