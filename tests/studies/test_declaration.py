@@ -218,7 +218,7 @@ def test_a_configuration_keeps_what_the_study_would_set(tmp_path: Path) -> None:
 
 def test_a_merge_of_a_merge_is_no_repeated_key(tmp_path: Path) -> None:
     added = [
-        "x: {ranks: 2, flags: &bf16 {grad-wire: bf16}}",
+        "x: {ranks: 2, flags: &bf16 {grad-wire: bf16, lr: 1.0e-3}}",
         '"x_{rate}": {ranks: 2, grid: {rate: {fast: &fast {<<: *bf16, lr: 2.0e-3}}}}',
         "y: {ranks: 2, flags: {<<: *fast}}",
     ]

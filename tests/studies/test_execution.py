@@ -230,10 +230,20 @@ def test_a_start_that_made_nothing_does_not_bind_a_corrected_study(tmp_path: Pat
 def test_a_fork_waits_for_its_checkpoint_and_not_for_the_end_of_its_base(tmp_path: Path) -> None:
     path = write_study(tmp_path, ("ranks: 2", "ranks: 1"))
     launcher = PretendedRuns(path)
-    _, _, execution = execute(path, launcher, ["dense-seed1"])
+    _, lines, execution = execute(path, launcher, ["dense-seed1"])
+    checkpoint = tmp_path / "work" / "runs" / "dense-seed1" / "checkpoints" / "step_00000004"
+    later = checkpoint.rename(tmp_path / "later")
     with open(tmp_path / "work" / "locks" / "dense-seed1", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as while the base goes on
-        row = execution.run_one(execution_run(path, "dense_int4-seed1"))
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(execution.run_one, execution_run(path, "dense_int4-seed1"))
+            try:
+                while "dense-seed1: in use; waits" not in lines:
+                    assert not made.done(), "there is no checkpoint"
+                later.rename(checkpoint)
+                row = made.result(timeout=20)
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)
         assert row.name == "dense_int4-seed1" and launcher.starts[-1] == row.name
 
 
