@@ -54,7 +54,7 @@ from megatron.run_dir import (
     announce,
     finish,
     keep_config,
-    lock_run_dir,
+    lock_folders,
     name_run_dir,
     prepare_run_dir,
     write_pictures,
@@ -250,7 +250,9 @@ def run(
     requests.install()
     notes: list[str] = []
     if runtime.is_writer:
-        groups.world.raise_on_all_ranks(lambda: lock(config, run_dir, held, log=notes.append))
+        groups.world.raise_on_all_ranks(
+            lambda: lock_folders(config, run_dir, held, log=notes.append)
+        )
     else:
         groups.world.raise_on_all_ranks(lambda: None)
     origin = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
@@ -304,8 +306,9 @@ def run(
 def finish_together(last: Callable[[], None], groups: ProcessGroups) -> None:
     """Call `last` on each rank, and return on all ranks once it has returned on all of them.
 
-    It may take longer than a collective may wait, as a tracker does that sends what it has over a
-    slow network: ranks that are ready ask the others every `ASKING_SECONDS`.
+    `last` may take longer than the timeout of a collective, as closing a tracker does on a slow
+    network: the ranks ask each other every `ASKING_SECONDS` whether all have finished. Raises what
+    `last` raises on this rank.
     """
     import torch
 
@@ -327,21 +330,6 @@ def finish_together(last: Callable[[], None], groups: ProcessGroups) -> None:
         busy = torch.tensor(int(not work.done()))
         is_busy = bool(groups.max_over_world(busy, about="finish").item())
     work.result()
-
-
-def lock(config: Config, run_dir: Path, held: ExitStack, *, log: Callable[[str], None]) -> None:
-    """Lock the run folder and, if it lies elsewhere, that of the checkpoints until `held` closes.
-
-    Runs with one `--save` would delete each other's checkpoints. Raises `ConfigError` naming the
-    process that has a folder.
-    """
-    from megatron.checkpoint.find import save_directory
-
-    held.callback(lock_run_dir(run_dir, log=log))
-    if config.checkpoint.save and not config.training.skip_train:
-        folder = save_directory(config, run_dir)
-        if os.path.realpath(folder) != os.path.realpath(run_dir):
-            held.callback(lock_run_dir(folder, log=log, name="save"))
 
 
 def open_run(

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,21 @@ def lock_run_dir(
             raise ConfigError(f"{name}: {run_dir.resolve()}: {danger}")
         lock = RunLock.take(run_dir, job=job_environment(), log=log)
     return lock.release if lock is not None else lambda: None
+
+
+def lock_folders(
+    config: Config, run_dir: Path, held: ExitStack, *, log: Callable[[str], None]
+) -> None:
+    """Lock the run folder and, if it is another one, that of `--save`, until `held` closes.
+
+    Two runs with one `--save` would delete each other's checkpoints. Raises as `lock_run_dir`.
+    """
+    held.callback(lock_run_dir(run_dir, log=log))
+    save = config.checkpoint.save
+    if save is None or config.training.skip_train:
+        return
+    if os.path.realpath(save) != os.path.realpath(run_dir):
+        held.callback(lock_run_dir(Path(save), log=log, name="save"))
 
 
 def prepare_run_dir(run_dir: Path, *, attempt: str = "", nccl: bool = False) -> str:

@@ -331,6 +331,16 @@ def test_dry_run_prints_the_job_script_alone(name: str, path: str, tmp_path: Pat
         assert f"mpiexec -n {nodes * ranks} " in shown.stdout
 
 
+def test_a_job_script_has_the_variables_of_mpi() -> None:
+    environment = {"LAUNCHER": "sbatch", "MPIEXEC": "/opt/mpi/mpiexec", "SLURM_MPI_TYPE": "pmix"}
+    flags = ("--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1")
+    flags += ("--seq-length", "8", "--micro-batch-size", "1", "--mock-data", "--lr", "1")
+    shown = _shell(LAUNCH, "--dry-run", "--", *flags, "--train-iters", "1", **environment)
+    assert shown.returncode == 0, shown.stderr
+    for line in ("export MPIEXEC=/opt/mpi/mpiexec", "export SLURM_MPI_TYPE=pmix"):
+        assert line in shown.stdout.splitlines()
+
+
 def test_dry_run_checks_the_flags() -> None:
     script = REPO / "scripts" / "gpt_124m.sh"
     refused = _shell(script, "--dry-run", "--", "--mock-data", "--num-layer", "3")

@@ -234,9 +234,10 @@ class Checkpointer:
             log=self._notes.append,
             files=self.files,
         )
-        if self._keeper is not None:  # the ranks wait, as the checkpoint is read again
+        if self._keeper is not None:
             removed = [folder.name for folder in self._keeper.prune()]
             self._notes.extend([f"removed older checkpoints: {', '.join(removed)}"] * bool(removed))
+        # With the check of the files that `prune` makes, for which all ranks wait.
         seconds = time.perf_counter() - began
         return _Written(iteration=iteration, path=path, seconds=seconds)
 
@@ -263,12 +264,16 @@ class Checkpointer:
         }
 
     def _order(self, samples: int) -> str:
-        """Return `order` of the samples that were read, on rank 0, which writes it."""
+        """Return `order` of the samples that were read, on rank 0, which writes it; "" elsewhere.
+
+        Data that cannot be read are no reason to lose a checkpoint.
+        """
         if self.groups.world.rank or self.order is None:
             return ""
         try:
             return self.order(samples)
-        except (OSError, DataError):  # a save is worth more than this digest
+        except (OSError, DataError) as error:
+            self.metrics.log(f"no digest of the data that were read: {error}")
             return ""
 
     def _of_replicas(self, progress: TrainState) -> dict[str, Any]:
@@ -354,14 +359,14 @@ class Checkpointer:
             self.metrics.log(f"the gradient path will have no effect: {idle}")
 
     def _announce_order(self, saved: Checkpoint) -> None:
-        """Log that samples which were read come at other places of a run of this length."""
+        """Log if a run of this length has other samples in the places of those that were read."""
         read = int(saved.state.get("progress", {}).get("consumed_samples", 0))
         was, now = saved.state.get("data_order"), self._order(read)
         if was and now and now != was:
             self.metrics.log(
-                f"the order of the data follows from the length of the run: the first {read} "
-                "samples of this length are others than those that were read, so that some are "
-                "read again and others not at all; the length of before keeps the order"
+                f"a run of this length reads its data in another order: its first {read} samples "
+                "are not those that were read, so that some are read again and others never; with "
+                "the length of before the order stays"
             )
 
     def _announce_grid(self, saved: Checkpoint) -> None:

@@ -181,8 +181,8 @@ class FeedbackReducer(GradientReducer, ABC):
         if not matrices and not self._told:
             self._told = True
             self._notes.append(
-                f"{self.name}: compresses no matrix of this model, which would not become smaller; "
-                "all gradients are sent as by dense"
+                f"{self.name}: compresses no matrix of this model, as none would become smaller; "
+                "all gradients travel as with --grad-path dense"
             )
         stats = ReducerStats(
             bytes_sent=dense.bytes_sent,

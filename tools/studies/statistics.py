@@ -87,7 +87,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """What the difference shows, in words."""
+        """The result of the comparison, in words."""
         if len(self.seeds) < 2:
             return "one seed, not tested"
         return "no difference shown" if self.lower is None else f"{self.lower} is lower"

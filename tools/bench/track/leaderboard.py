@@ -225,9 +225,7 @@ def iso_gap(losses: Mapping[int, float], length: float, dense: DenseLosses | Non
     whole dense run is compared with that one. None without dense runs of the seeds, or if none is
     as short.
     """
-    if dense is None:
-        return None
-    if length < dense.lengths[0]:
+    if dense is None or length < dense.lengths[0]:
         return None
     gaps = dense.gaps(losses, length)
     return statistics.fmean(gaps.values()) if gaps else None

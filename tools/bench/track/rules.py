@@ -44,7 +44,7 @@ def _fixed(run: DeclaredRun, commands: Commands) -> Iterator[tuple[str, object]]
     yield "global-batch-size", config.training.global_batch_size
     yield "number of steps", commands.steps(run)
     yield "evaluation", config.evaluation
-    # Bytes are those of data-parallel copies; ranks that share a copy send more, which none counts.
+    # A row has the bytes between data-parallel ranks alone, not those between ranks of one copy.
     yield "number of ranks", run.ranks
     yield "number of data-parallel ranks", commands.data_parallel(run)
     # A fork would have the steps of another run.
