@@ -226,7 +226,7 @@ def _bring_tokenizer(
 ) -> tuple[DataConfig, Vocabulary]:
     """Copy the tokenizer's files and return the settings that name them.
 
-    A vocabulary whose size differs from the table's is left to the model, with a note.
+    A tokenizer with more entries than the table has rows is left out, with a note.
     """
     from megatron.data.tokenizer import build_tokenizer
 
@@ -247,17 +247,17 @@ def _bring_tokenizer(
         merge_file=places.get("merge_file"),
         model=places.get("tokenizer_model"),
     )
-    if tokenizer.vocab_size != vocab_size:
+    if tokenizer.vocab_size > vocab_size:
         print(
             f"the tokenizer has {tokenizer.vocab_size} entries, the model {vocab_size}: it is in "
             f"{folder}, and {MODEL_YAML} names the number alone",
             file=sys.stderr,
         )
         return without
-    vocabulary = Vocabulary(
-        size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint()
-    )
-    return DataConfig(tokenizer_type=kind, **places), vocabulary  # type: ignore[arg-type]
+    vocabulary = Vocabulary(size=vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint())
+    rows = vocab_size if vocab_size > tokenizer.vocab_size else None
+    data = DataConfig(tokenizer_type=kind, vocab_size=rows, **places)  # type: ignore[arg-type]
+    return data, vocabulary
 
 
 def _model_yaml(config: GPTConfig) -> str:

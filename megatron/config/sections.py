@@ -865,7 +865,8 @@ class DataConfig:
     )
     vocab_size: int | None = option(
         default=None,
-        help="Tokens in the vocabulary (none = as the tokenizer says).",
+        help="Rows of the table of tokens, at least the tokenizer's entries (none = as many); for "
+        "NullTokenizer, tokens without the end mark.",
         within=at_least(1),
     )
     reset_position_ids: bool = option(default=False, help="Restart positions at each document.")

@@ -564,7 +564,8 @@ def build_tokenizer(
     A `model` that is the name of a hub model is downloaded only with `hub`. A caller sets it if the
     user's own flag names the model; a name found in a file may not start a download. ConfigError:
     unknown type, a flag missing, a flag that the type does not take, an absent package, or a
-    `vocab_size` that is not the tokenizer's. DataError: a file missing or damaged.
+    `vocab_size` that is less than the tokenizer's; the rows of a model's table may be more.
+    DataError: a file missing or damaged.
     """
     kind = _KINDS.get(type)
     if kind is None:
@@ -592,10 +593,10 @@ def build_tokenizer(
     if type == "HuggingFaceTokenizer":
         arguments["hub"] = hub
     tokenizer = kind.build(**arguments)
-    if "ids" not in kind.needs and vocab_size not in (None, tokenizer.vocab_size):
+    if "ids" not in kind.needs and vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"{_VOCAB_SIZE}: {vocab_size}, but {type} has {tokenizer.vocab_size} entries; leave "
-            "the flag out"
+            f"{_VOCAB_SIZE}: {vocab_size}, but {type} has {tokenizer.vocab_size} entries; give at "
+            "least as many, or another tokenizer"
         )
     return tokenizer
 

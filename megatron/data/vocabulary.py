@@ -39,8 +39,9 @@ class VocabularyOptions(Protocol):
 class Vocabulary:
     """The token ids of a run.
 
-    `size`: ids are 0 to size - 1, before padding. `eod`: id that ends a document, if known.
-    `fingerprint`: of the tokenizer, if known; data of another tokenizer are refused.
+    `size`: ids are 0 to size - 1, before padding; the tokenizer may have fewer. `eod`: id that ends
+    a document, if known. `fingerprint`: of the tokenizer, if known; data of another tokenizer are
+    refused.
     """
 
     size: int
@@ -54,9 +55,10 @@ def find_vocabulary(
     """Return the vocabulary of a run.
 
     It comes from the named tokenizer, else from the tokenizer of the first data set, else from
-    `--vocab-size`. Raises `DataError` if a pair is missing or its index has no valid header,
-    `ConfigError` if no source gives the size or files of a tokenizer come without its type. `hub`
-    allows the download of a tokenizer from the hub (see `build_tokenizer`).
+    `--vocab-size`, which may also exceed the size of a tokenizer. Raises `DataError` if a pair is
+    missing or its index has no valid header, `ConfigError` if no source gives the size or files of
+    a tokenizer come without its type. `hub` allows the download of a tokenizer from the hub (see
+    `build_tokenizer`).
     """
     for prefix in prefixes:
         check_header(prefix)  # checked before its sidecar is reported as missing
@@ -70,7 +72,10 @@ def find_vocabulary(
             hub=hub,
         )
         return Vocabulary(
-            size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint()
+            # --vocab-size of NullTokenizer leaves out the end mark.
+            size=max(tokenizer.vocab_size, options.vocab_size or 0),
+            eod=tokenizer.eod,
+            fingerprint=tokenizer.fingerprint(),
         )
     _refuse_files_without_type(options)
     for prefix in prefixes:

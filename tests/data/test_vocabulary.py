@@ -47,6 +47,18 @@ def test_files_of_a_tokenizer_without_its_type_are_refused(tmp_path: Path, field
         find_vocabulary(replace(DataConfig(data_path=(prefix,)), **{field: "x"}), [prefix])
 
 
+def test_a_table_may_have_more_rows_than_the_tokenizer_has_entries() -> None:
+    bytes_alone = DataConfig(tokenizer_type="ByteTokenizer")
+    plain = find_vocabulary(bytes_alone, [])
+    padded = find_vocabulary(replace(bytes_alone, vocab_size=384), [])
+    assert (plain.size, padded.size) == (257, 384)
+    assert (padded.eod, padded.fingerprint) == (plain.eod, plain.fingerprint)
+    with pytest.raises(ConfigError, match="--vocab-size: 256, but ByteTokenizer has 257 entries"):
+        find_vocabulary(replace(bytes_alone, vocab_size=256), [])
+    numbers = DataConfig(tokenizer_type="NullTokenizer", vocab_size=100)
+    assert find_vocabulary(numbers, []).size == 101
+
+
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
 def test_either_file_names_the_pair(tmp_path: Path, suffix: str) -> None:
     prefix = write_pair(tmp_path / "p", [3])

@@ -18,14 +18,20 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.store import Checkpoint
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, parse
+from megatron.data.tokenizer import END_OF_TEXT
+from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import ConfigError
+from megatron.model import generation
+from megatron.model.generation import Sampling
+from megatron.model.gpt import GPT
 from megatron.model.huggingface_config import from_hf_config
 from megatron.parallel.groups import ProcessGroups
+from pretrain_gpt import GRADIENT_PATHS
 from tests.ranks import Ranks, grid
 from tests.tools.runs import make_model_run
 from tests.training.harness import TINY, train
-from tools import evaluate, export_hf, import_hf
+from tools import evaluate, export_hf, generate, import_hf, zero_shot
 from tools.hf_tokenizer import files_of_folder
 from tools.run_model import find_model
 
@@ -100,6 +106,64 @@ def test_the_tokenizer_goes_along_both_ways(tmp_path: Path) -> None:
     (tmp_path / "there" / "merges.txt").write_text("damaged")
     assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "not")]) == 3
     assert not (tmp_path / "not").exists()
+
+
+def test_a_table_with_more_rows_than_the_tokenizer_has_entries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Published tables are padded, and so are those of runs with `--vocab-size 50304`."""
+    vocab, merges = make_bpe(tmp_path / "bpe")
+    entries = len(json.loads(vocab.read_text()))
+    named = ["--tokenizer-type", "GPT2BPETokenizer"]
+    named += ["--vocab-file", str(vocab), "--merge-file", str(merges)]
+    run, there, back = (tmp_path / name for name in ("run", "there", "back"))
+    # The likeliest token has no entry in the tokenizer.
+    rows = entries + 7
+    make_model_run(run, f"--vocab-size {rows}", vocab_size=rows, favoured=rows - 1)
+    file = tmp_path / "words.jsonl"
+    file.write_text('{"text": "the cat sat"}\n')
+    (tmp_path / "lambada_openai.jsonl").write_text('{"text": "the cat sat"}\n')
+    assert export_hf.main([str(run), str(there), *named]) == 0
+    assert import_hf.main([str(there), str(back)]) == 0
+    brought = ["--config", str(back / "model.yaml"), "--micro-batch-size", "1", "--lr", "1"]
+    data = parse([*brought, "--train-iters", "1"], paths=GRADIENT_PATHS).data
+    assert (data.tokenizer_type, data.vocab_size) == ("GPT2BPETokenizer", rows)
+    vocabulary = find_vocabulary(data, [])
+    assert (vocabulary.size, vocabulary.eod) == (rows, json.loads(vocab.read_text())[END_OF_TEXT])
+    capsys.readouterr()
+    for model, flags in ((run, named), (back, [])):
+        sampled = ["--prompt", "the", "--max-new-tokens", "30", "--temperature", "100"]
+        assert generate.main([str(model), *sampled, *flags]) == 0
+        assert evaluate.main([str(model), "--task", "lambada", str(file), *flags]) == 0
+        saved = find_model(model)
+        tokens = model_tokens(saved.load(), vocab_size=entries)
+        assert max(tokens) < entries and max(model_tokens(saved.load())) == rows - 1
+    scoring = ["--by", "evaluate", "--tasks-dir", str(tmp_path), "--only", "lambada_openai"]
+    for model, flags in ((run, named), (there, []), (back, [])):
+        assert zero_shot.main([str(model), *scoring, *flags]) == 0
+    assert export_hf.main([str(back), str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "merges.txt").read_bytes() == merges.read_bytes()
+    assert "no tokenizer files" not in capsys.readouterr().err
+
+
+def model_tokens(model: GPT, vocab_size: int | None = None) -> list[int]:
+    greedy = Sampling(greedy=True)
+    return list(
+        generation.generate(model, [1], max_new_tokens=5, sampling=greedy, vocab_size=vocab_size)
+    )
+
+
+def test_a_tokenizer_with_more_entries_than_the_table_has_rows_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vocab, merges = make_bpe(tmp_path / "bpe")
+    there = hf_folder(tmp_path, "gpt2")
+    for file in (vocab, merges):
+        shutil.copy(file, there)
+    assert import_hf.main([str(there), str(tmp_path / "back")]) == 0
+    entries = len(json.loads(vocab.read_text()))
+    assert f"the tokenizer has {entries} entries, the model {VOCAB}" in capsys.readouterr().err
+    assert "tokenizer_type" not in (tmp_path / "back" / "model.yaml").read_text()
 
 
 def hf_folder(tmp_path: Path, form: str, leave_out: str = "", **changed: Any) -> Path:
