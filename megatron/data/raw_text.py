@@ -8,6 +8,7 @@ import gzip
 import io
 import lzma
 import os
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -130,21 +131,24 @@ _COMPRESSED = (".gz", ".bz2", ".xz")
 _UNREADABLE = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".arrow")
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1000
+_CACHED = re.compile(r"[0-9a-f]{32}-\w+-\w+-description\.txt")
+"""Names of descriptions in the index cache, which training makes next to its data."""
 _BOM = b"\xef\xbb\xbf"
 
 
 def find_inputs(given: Sequence[str], *, log: Callable[[str], None]) -> list[Path]:
     """Expand files, folders (all readable files below, by path) and glob patterns to regular files.
 
-    The order is as given, then by path. Raises `DataError` for an item that is missing or not a
-    regular file, for a folder or pattern without readable files, and for an unknown compression.
+    Links to folders are followed; hidden files, hidden folders and index caches are left out. The
+    order is as given, then by path. Raises `DataError` for an item that is missing or not a regular
+    file, for a folder or pattern without readable files, and for an unknown compression.
     """
     found: list[Path] = []
     for name in given:
         path = Path(name)
         there = stat_of(path)
         if there is not None and stat.S_ISDIR(there.st_mode):
-            files = _readable(sorted(_files_below(path)), where=name, log=log)
+            files = _readable(sorted(_files_below(path, set())), where=name, log=log)
         elif there is not None or not glob.has_magic(name):
             files = [path]
         else:
@@ -210,17 +214,28 @@ def _inner_suffix(path: Path) -> str:
     return Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield every file below a folder.
+def _files_below(folder: Path, seen: set[str]) -> Iterator[Path]:
+    """Yield every file below a folder, through links; hidden folders are left out.
 
-    `DataError` for a folder that cannot be listed, since its files would be silently missing.
+    `DataError` for a folder that cannot be listed, since its files would be silently missing. A
+    folder whose real path is in `seen` is passed over: links may form a circle.
     """
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: cannot be listed: {error.strerror}") from error
-
-    for where, _, names in os.walk(folder, onerror=refuse):
-        yield from (Path(where, name) for name in names)
+    place = os.path.realpath(folder)
+    if place in seen:
+        return
+    seen.add(place)
+    try:
+        # Links come last, so that files have their own paths where both lead to them.
+        entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed: {error.strerror}") from error
+    for entry in entries:
+        path = folder / entry.name
+        # `is_dir` of a circle of links would raise `OSError`.
+        if not (is_folder(path) if entry.is_symlink() else entry.is_dir()):
+            yield path
+        elif not entry.name.startswith("."):
+            yield from _files_below(path, seen)
 
 
 def _readable(paths: Sequence[Path], *, where: str, log: Callable[[str], None]) -> list[Path]:
@@ -229,7 +244,9 @@ def _readable(paths: Sequence[Path], *, where: str, log: Callable[[str], None]) 
     taken = [
         path
         for path in files
-        if _inner_suffix(path) in known and stat_of(path.with_suffix(".idx")) is None
+        if _inner_suffix(path) in known
+        and not _CACHED.fullmatch(path.name)
+        and stat_of(path.with_suffix(".idx")) is None
     ]
     if not taken:
         raise DataError(

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from megatron.data import preprocess as preprocess_module
+from megatron.data.gpt_dataset import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.raw_text import Oversized, read_batches
 from megatron.data.sidecar import read_sidecar
@@ -177,6 +178,30 @@ def test_folders_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     glob = tmp_path / "in" / "*.jsonl"
     assert run("--input", glob, "--output-prefix", tmp_path / "g", *BYTES) == 0
     assert documents(tmp_path / "g") == [encoded("a"), encoded("b")]
+
+
+def test_a_folder_is_read_through_links_without_hidden_folders_and_index_caches(
+    tmp_path: Path,
+) -> None:
+    folder, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
+    for made in (folder / ".ipynb_checkpoints", folder / "real", elsewhere / "deep"):
+        made.mkdir(parents=True)
+    write_jsonl(folder / "a.jsonl", ["a"])
+    write_jsonl(folder / ".ipynb_checkpoints" / "a.jsonl", ["hidden"])
+    write_jsonl(folder / "real" / "d.jsonl", ["d"])
+    (elsewhere / "deep" / "c.txt").write_text("c")
+    (folder / "b").symlink_to(elsewhere)
+    (elsewhere / "circle").symlink_to(folder)
+    (folder / "again").symlink_to("real")
+    indices = IndexCache(None, log=lambda text: None)
+    cache = indices.folder(str(folder / "o"), "GPTDataset")
+    indices.get(
+        {"a": "description"}, folder=cache, kind="GPTDataset", split="train", layout={}, build=dict
+    )
+    assert len(list(cache.glob("*description.txt"))) == 1
+    (folder / "real" / "a-description.txt").write_text("e")
+    assert run("--input", folder, "--output-prefix", tmp_path / "o", *BYTES) == 0
+    assert documents(tmp_path / "o") == [encoded(text) for text in "aced"]
 
 
 BAD_LINES = {
