@@ -97,7 +97,8 @@ def export(options: argparse.Namespace) -> None:
             described.model,
             format,
             vocab_size=vocab_size,
-            eod=tokenizer.eod if tokenizer.eod is not None and tokenizer.eod < vocab_size else None,
+            bos=_row(tokenizer.bos, vocab_size),
+            eod=_row(tokenizer.eod, vocab_size),
             dtype=options.dtype,
         )
         (draft / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -110,6 +111,11 @@ def export(options: argparse.Namespace) -> None:
             remove_folder(FILES, draft)
         raise
     _tell(described, output, format, len(items), tokenizer)
+
+
+def _row(id: int | None, vocab_size: int) -> int | None:
+    """Return an id that the table has; None for any other."""
+    return id if id is not None and id < vocab_size else None
 
 
 def _tell(

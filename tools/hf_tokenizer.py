@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.data.tokenizer import END_OF_TEXT
+from megatron.data.tokenizer import END_OF_TEXT, build_tokenizer
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 class TokenizerFiles:
     """The contents of the files of a tokenizer, by file name.
 
-    `why_none` gives the reason if there are none. `eod` is the id that ends a document, if known.
+    `why_none` gives the reason if there are none. `bos` is the id that begins a text, the end mark
+    if the tokenizer has no begin mark, and `eod` the id that ends a document, if known.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
+    bos: int | None = None
     eod: int | None = None
     why_none: str = ""
 
@@ -51,27 +53,36 @@ def _files(tokenizer: Tokenizer, *, positions: int) -> TokenizerFiles:
     places = described["files"]
     assert isinstance(places, Mapping)
     kind = described["type"]
+    bos, eod = (tokenizer.encode("") or [tokenizer.eod])[0], tokenizer.eod
     if kind == "GPT2BPETokenizer":
         return TokenizerFiles(
             files={
                 "vocab.json": Path(places["vocab_file"]).read_bytes(),
                 "merges.txt": Path(places["merge_file"]).read_bytes(),
-                "tokenizer_config.json": _config("GPT2Tokenizer", END_OF_TEXT, positions),
+                "tokenizer_config.json": _config(
+                    "GPT2Tokenizer", bos=END_OF_TEXT, eos=END_OF_TEXT, positions=positions
+                ),
             },
-            eod=tokenizer.eod,
+            bos=bos,
+            eod=eod,
         )
     place = _json_file(str(places.get("model", "")))
     if kind == "HuggingFaceTokenizer" and place is not None:
-        mark = tokenizer.decode([tokenizer.eod])
         return TokenizerFiles(
             files={
                 "tokenizer.json": place.read_bytes(),
-                "tokenizer_config.json": _config("PreTrainedTokenizerFast", mark, positions),
+                "tokenizer_config.json": _config(
+                    "PreTrainedTokenizerFast",
+                    bos=tokenizer.decode([bos]),
+                    eos=tokenizer.decode([eod]),
+                    positions=positions,
+                ),
             },
-            eod=tokenizer.eod,
+            bos=bos,
+            eod=eod,
         )
     why = f"{kind} has none that transformers read"
-    return TokenizerFiles(eod=tokenizer.eod, why_none=why)
+    return TokenizerFiles(bos=bos, eod=eod, why_none=why)
 
 
 def _json_file(model: str) -> Path | None:
@@ -80,13 +91,13 @@ def _json_file(model: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def _config(kind: str, mark: str, positions: int) -> bytes:
+def _config(kind: str, *, bos: str, eos: str, positions: int) -> bytes:
     values = {
         "tokenizer_class": kind,
         "model_max_length": positions,
-        "bos_token": mark,
-        "eos_token": mark,
-        "unk_token": mark,
+        "bos_token": bos,
+        "eos_token": eos,
+        "unk_token": eos,
         "clean_up_tokenization_spaces": False,
     }
     if kind == "GPT2Tokenizer":
@@ -108,15 +119,31 @@ def files_of_folder(folder: Path) -> tuple[str, dict[str, str]] | None:
     return None
 
 
+def tokenizer_of_folder(folder: Path, found: tuple[str, Mapping[str, str]]) -> Tokenizer:
+    """Build the tokenizer that `files_of_folder` found, from files of these names in `folder`.
+
+    Raises:
+        ConfigError, DataError: `build_tokenizer` raises these errors.
+    """
+    kind, names = found
+    places = {field: str(folder / name) for field, name in names.items()}
+    return build_tokenizer(
+        kind,
+        vocab_file=places.get("vocab_file"),
+        merge_file=places.get("merge_file"),
+        model=places.get("tokenizer_model"),
+    )
+
+
 def _is_gpt2s(path: Path) -> bool:
     """Return whether a tokenizer.json splits text as GPT-2 does.
 
     A vocabulary and merges are then equivalent. Other tokenizers also have both files, but split
-    digits or have more special tokens.
+    digits, have more special tokens or set marks around texts.
     """
     try:
         found = json.loads(path.read_bytes())
-        before = found["pre_tokenizer"]
+        before, after = found["pre_tokenizer"], found.get("post_processor")
         marks = {token["content"] for token in found.get("added_tokens") or ()}
     except (ValueError, KeyError, TypeError):
         return False
@@ -127,4 +154,5 @@ def _is_gpt2s(path: Path) -> bool:
         and not before.get("add_prefix_space")
         and not found.get("normalizer")
         and marks <= {END_OF_TEXT}
+        and (after is None or isinstance(after, dict) and after.get("type") == "ByteLevel")
     )

@@ -34,7 +34,7 @@ from megatron.data.local_file import read_json_object  # noqa: E402
 from megatron.data.vocabulary import Vocabulary  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from megatron.model.huggingface_config import LLAMA, from_hf_config  # noqa: E402
-from tools.hf_tokenizer import files_of_folder  # noqa: E402
+from tools.hf_tokenizer import files_of_folder, tokenizer_of_folder  # noqa: E402
 from tools.run_model import PARAM  # noqa: E402
 
 if TYPE_CHECKING:
@@ -228,8 +228,6 @@ def _bring_tokenizer(
 
     A tokenizer with more entries than the table has rows is left out, with a note.
     """
-    from megatron.data.tokenizer import build_tokenizer
-
     without = DataConfig(vocab_size=vocab_size), Vocabulary(size=vocab_size)
     found = files_of_folder(source)
     if found is None:
@@ -241,12 +239,7 @@ def _bring_tokenizer(
         if (source / name).is_file():
             (folder / name).write_bytes((source / name).read_bytes())
     places = {field: str(folder / name) for field, name in names.items()}
-    tokenizer = build_tokenizer(
-        kind,
-        vocab_file=places.get("vocab_file"),
-        merge_file=places.get("merge_file"),
-        model=places.get("tokenizer_model"),
-    )
+    tokenizer = tokenizer_of_folder(folder, found)
     if tokenizer.vocab_size > vocab_size:
         print(
             f"the tokenizer has {tokenizer.vocab_size} entries, the model {vocab_size}: it is in "

@@ -81,7 +81,13 @@ def _unlike(config: ModelConfig, **wanted: Any) -> list[str]:
 
 
 def to_hf_config(
-    config: ModelConfig, format: str, *, vocab_size: int, eod: int | None, dtype: str
+    config: ModelConfig,
+    format: str,
+    *,
+    vocab_size: int,
+    bos: int | None,
+    eod: int | None,
+    dtype: str,
 ) -> dict[str, Any]:
     """Return the `config.json` of a model in the format chosen by `choose_format`."""
     common = {
@@ -89,7 +95,7 @@ def to_hf_config(
         "vocab_size": vocab_size,
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_method_std,
-        "bos_token_id": eod,
+        "bos_token_id": bos,
         "eos_token_id": eod,
         "torch_dtype": dtype,
         "use_cache": True,

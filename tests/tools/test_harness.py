@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError, DataError
+from tests.tools.test_hf_tools import make_marked_bpe
 from tools.evaluation import harness
 from tools.evaluation.figures import Estimate
 
@@ -86,6 +87,14 @@ def test_figures_have_our_names_and_offline_packages(asked: dict[str, Any], tmp_
     }
     assert (asked["limit"], asked["batch_size"], asked["num_fewshot"]) == (3, 4, 0)
     assert {os.environ[name] for name in harness.OFFLINE} == {"1"}
+
+
+def test_it_begins_texts_with_a_mark_where_our_scores_do(
+    asked: dict[str, Any], tmp_path: Path
+) -> None:
+    make_marked_bpe(tmp_path / "exported")
+    score(tmp_path, files(tmp_path, "piqa", "lambada_openai", line={"a": 1}))
+    assert asked["model_args"]["add_bos_token"] is True
 
 
 def test_a_file_that_it_cannot_read_is_one_line(asked: dict[str, Any], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.store import Checkpoint
 from megatron.config import ModelConfig, parse
-from megatron.data.tokenizer import END_OF_TEXT
+from megatron.data.tokenizer import END_OF_TEXT, build_tokenizer
 from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import ConfigError
 from megatron.model import generation
@@ -166,6 +166,58 @@ def test_a_tokenizer_with_more_entries_than_the_table_has_rows_is_left_out(
     assert "tokenizer_type" not in (tmp_path / "back" / "model.yaml").read_text()
 
 
+def make_marked_bpe(folder: Path, *, end: bool = False) -> Path:
+    """Make a tokenizer.json as Llama's, whose post-processor begins each text with <s>."""
+    tokenizers = pytest.importorskip("tokenizers", reason="optional package")
+    marks = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    letters = "\u2581 t h e c a s o n m d g".split(" ")
+    vocab = marks | {letter: 3 + number for number, letter in enumerate(letters)}
+    vocab["\u2581t"] = len(vocab)
+    bpe = tokenizers.models.BPE(vocab=vocab, merges=[("\u2581", "t")], unk_token="<unk>")
+    inner: Any = tokenizers.Tokenizer(bpe)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    inner.decoder = tokenizers.decoders.Metaspace()
+    inner.add_special_tokens(list(marks))
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>" if end else "<s> $A",
+        special_tokens=[("<s>", 1), ("</s>", 2)],
+    )
+    # A length that all texts are cut or filled to says nothing about marks.
+    inner.enable_truncation(2)
+    inner.enable_padding(length=9)
+    folder.mkdir()
+    inner.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "</s>", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_begin_marks_of_a_tokenizer_are_kept(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="optional package")
+    bpe = make_marked_bpe(tmp_path / "bpe")
+    flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {bpe}"
+    make_model_run(tmp_path / "run", flags, vocab_size=16)
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "there")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "there", local_files_only=True)
+    ours = find_model(tmp_path / "run").tokenizer()
+    for text in ("the cat sat on", " ten", ""):
+        assert theirs(text)["input_ids"] == ours.encode(text)
+    assert ours.encode("") == [theirs.bos_token_id] == [1] and theirs.eos_token_id == ours.eod == 2
+    values = json.loads((tmp_path / "there" / "config.json").read_text())
+    assert (values["bos_token_id"], values["eos_token_id"]) == (1, 2)
+    assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "back")]) == 0
+    assert find_model(tmp_path / "back").tokenizer().fingerprint() == ours.fingerprint()
+
+
+def test_end_marks_of_a_post_processor_are_left_to_append_eod(tmp_path: Path) -> None:
+    kind = "HuggingFaceTokenizer"
+    begins = build_tokenizer(kind, model=str(make_marked_bpe(tmp_path / "begins")))
+    both = build_tokenizer(kind, model=str(make_marked_bpe(tmp_path / "both", end=True)))
+    for text in ("the cat", ""):
+        assert both.encode(text) == begins.encode(text)
+    assert both.encode("") == [1]
+
+
 def hf_folder(tmp_path: Path, form: str, leave_out: str = "", **changed: Any) -> Path:
     """Export a small model without one tensor and with a changed config.json."""
     there = tmp_path / "there"
@@ -293,6 +345,14 @@ def test_a_tokenizer_that_cuts_otherwise_than_gpt2_is_taken_whole(tmp_path: Path
         assert found is not None and found[0] == kind
     inner.pre_tokenizer = of_bytes
     inner.add_special_tokens(["<|turn|>"])
+    inner.save(str(whole))
+    assert files_of_folder(tmp_path / "bpe") == (kind, {"tokenizer_model": "tokenizer.json"})
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+    inner.pre_tokenizer = of_bytes
+    mark = inner.token_to_id(END_OF_TEXT)
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, mark)]
+    )
     inner.save(str(whole))
     assert files_of_folder(tmp_path / "bpe") == (kind, {"tokenizer_model": "tokenizer.json"})
 

@@ -19,6 +19,7 @@ from typing import Any
 from megatron.errors import ConfigError, DataError, SparsetronError
 from tools.evaluation.figures import BOOTSTRAP_SAMPLES, Estimate, Figures
 from tools.evaluation.task import read_lines
+from tools.hf_tokenizer import files_of_folder, tokenizer_of_folder
 
 PACKAGE = "lm_eval"
 OFFLINE = {
@@ -159,8 +160,10 @@ def _evaluate(
 ) -> dict[str, Any]:
     import torch
 
-    # Our own scores have no begin mark either.
-    arguments = {"pretrained": str(model.folder), "dtype": model.dtype, "add_bos_token": False}
+    tokenizer = files_of_folder(model.folder)
+    # Our own scores have a begin mark where the tokenizer sets one before each text.
+    marked = tokenizer is not None and bool(tokenizer_of_folder(model.folder, tokenizer).encode(""))
+    arguments = {"pretrained": str(model.folder), "dtype": model.dtype, "add_bos_token": marked}
     if model.max_length is not None:
         arguments["max_length"] = model.max_length
     return harness.simple_evaluate(
