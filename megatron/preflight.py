@@ -16,6 +16,7 @@ from megatron.config import DataConfig, GPTConfig
 from megatron.config.gpt import check_vocabulary
 from megatron.errors import DataError
 
+_OF_SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 SKIP = "where only the compute nodes have the data, give --check-paths false"
 
 
@@ -91,7 +92,7 @@ def _is_path(data: DataConfig) -> bool:
     A name without a folder may be a model of the hub.
     """
     model = data.tokenizer_model or ""
-    return data.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer") or (
+    return data.tokenizer_type in _OF_SENTENCEPIECE or (
         model.endswith(".json") or model.startswith((".", "/"))
     )
 

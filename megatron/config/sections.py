@@ -849,6 +849,7 @@ class DataConfig:
         Literal[
             "GPT2BPETokenizer",
             "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
             "Llama2Tokenizer",
             "HuggingFaceTokenizer",
             "ByteTokenizer",

@@ -239,14 +239,16 @@ class HuggingFaceTokenizer(_FastTokenizer):
         )
 
 
-class SentencePieceTokenizer:
-    """A SentencePiece `.model`; the end mark is its end-of-sentence piece.
+class _SentencePiece:
+    """A SentencePiece `.model`.
 
     SentencePiece normalises (spaces, some Unicode forms), so decoding may not return the exact
     text.
     """
 
-    type = "SentencePieceTokenizer"
+    type: str
+    eod: int
+    vocab_size: int
 
     def __init__(self, model: str) -> None:
         content = read_bytes(model)
@@ -260,10 +262,7 @@ class SentencePieceTokenizer:
             self._inner.LoadFromSerializedProto(content)
         except (RuntimeError, OSError, TypeError) as error:
             raise DataError(f"{model}: not a SentencePiece model ({error})") from error
-        self.vocab_size: int = self._inner.GetPieceSize()
-        self.eod: int = self._inner.eos_id()
-        if self.eod < 0:
-            raise DataError(f"{model}: has no end-of-sentence piece; train one with --eos_id set")
+        self._pieces: int = self._inner.GetPieceSize()
         self._fingerprint = hashlib.sha256(content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -273,7 +272,7 @@ class SentencePieceTokenizer:
             raise unencodable(text) from error
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._inner.DecodeIds(list(ids))
+        return self._inner.DecodeIds([id for id in ids if id < self._pieces])
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -288,7 +287,45 @@ class SentencePieceTokenizer:
         )
 
 
-class Llama2Tokenizer(SentencePieceTokenizer):
+class SentencePieceTokenizer(_SentencePiece):
+    """A SentencePiece `.model` with marks after its pieces, as Megatron's tokenizer of this name.
+
+    The marks <CLS>, <SEP>, <EOD> and <MASK>, and <PAD>, <BOS> and <EOS> where the model has no such
+    piece, get the ids after the last piece, unless a piece is so named. The end mark is <EOD>.
+    Marks in a text are plain text here, while Megatron writes their ids; decoding leaves out marks
+    that are no pieces.
+    """
+
+    type = "SentencePieceTokenizer"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        inner = self._inner
+        named = {"<PAD>": inner.pad_id(), "<BOS>": inner.bos_id(), "<EOS>": inner.eos_id()}
+        marks = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
+        marks += [mark for mark, piece in named.items() if piece < 0]
+        ids = {inner.IdToPiece(id): id for id in range(self._pieces)}
+        for mark in marks:
+            ids.setdefault(mark, len(ids))
+        self.vocab_size, self.eod = len(ids), ids["<EOD>"]
+        # One model file gives three different encodings, so the fingerprints must differ, too.
+        self._fingerprint = hashlib.sha256(f"marks {self._fingerprint}".encode()).hexdigest()
+
+
+class GPTSentencePieceTokenizer(_SentencePiece):
+    """A SentencePiece `.model` alone; the end mark is its end-of-sentence piece."""
+
+    type = "GPTSentencePieceTokenizer"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.vocab_size = self._pieces
+        self.eod = self._inner.eos_id()
+        if self.eod < 0:
+            raise DataError(f"{model}: has no end-of-sentence piece; train one with --eos_id set")
+
+
+class Llama2Tokenizer(GPTSentencePieceTokenizer):
     """A SentencePiece `.model` whose texts begin with the begin-of-sentence piece, as Megatron's.
 
     An empty text becomes that piece alone.
@@ -302,9 +339,8 @@ class Llama2Tokenizer(SentencePieceTokenizer):
         if self._bos < 0:
             raise DataError(
                 f"{model}: has no begin-of-sentence piece; train one with --bos_id set, or give "
-                "--tokenizer-type SentencePieceTokenizer"
+                "--tokenizer-type GPTSentencePieceTokenizer"
             )
-        # One model file gives two different encodings, so the fingerprints must differ, too.
         self._fingerprint = hashlib.sha256(f"bos {self._fingerprint}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -397,7 +433,7 @@ def _from_transformers(name: str, *, hub: bool) -> tuple[str, str | None]:
     if not getattr(found, "is_fast", False):
         raise DataError(
             f"{name}: has no fast form (tokenizer.json); a SentencePiece .model can be given to "
-            "SentencePieceTokenizer"
+            "Llama2Tokenizer or GPTSentencePieceTokenizer"
         )
     return found.backend_tokenizer.to_str(), found.eos_token
 
@@ -558,11 +594,20 @@ _KINDS: dict[str, _Kind] = {
     "SentencePieceTokenizer": _Kind(
         needs={"model": "--tokenizer-model"}, build=SentencePieceTokenizer
     ),
+    "GPTSentencePieceTokenizer": _Kind(
+        needs={"model": "--tokenizer-model"}, build=GPTSentencePieceTokenizer
+    ),
     "Llama2Tokenizer": _Kind(needs={"model": "--tokenizer-model"}, build=Llama2Tokenizer),
     "HuggingFaceTokenizer": _Kind(needs={"model": "--tokenizer-model"}, build=HuggingFaceTokenizer),
     "ByteTokenizer": _Kind(needs={}, build=ByteTokenizer),
     "NullTokenizer": _Kind(needs={"ids": _VOCAB_SIZE}, build=NullTokenizer),
 }
+
+_ONCE = {
+    "SentencePieceTokenizer": "; SentencePieceTokenizer of earlier versions is "
+    "GPTSentencePieceTokenizer now",
+}
+"""What became of a type that earlier versions knew."""
 
 TOKENIZER_TYPES = tuple(_KINDS)
 """Names that `--tokenizer-type` accepts."""
@@ -659,7 +704,7 @@ def tokenizer_from_sidecar(
         raise DataError(
             f"{places}: not the tokenizer that made the data (fingerprint "
             f"{tokenizer.fingerprint()[:12]}, the data's is {fingerprint[:12]}); find the file it "
-            "was made with or make the data again"
+            f"was made with or make the data again{_ONCE.get(kind, '')}"
         )
     return tokenizer
 

@@ -109,7 +109,7 @@ def _refuse_files_without_type(options: VocabularyOptions) -> None:
         "--vocab-file": ("GPT2BPETokenizer", options.vocab_file),
         "--merge-file": ("GPT2BPETokenizer", options.merge_file),
         "--tokenizer-model": (
-            "HuggingFaceTokenizer or SentencePieceTokenizer",
+            "HuggingFaceTokenizer or GPTSentencePieceTokenizer",
             options.tokenizer_model,
         ),
     }

@@ -97,18 +97,68 @@ def test_vocabulary_of_another_megatron_is_accepted(shared_data: Path) -> None:
 def test_sentencepiece(shared_data: Path) -> None:
     pytest.importorskip("sentencepiece")
     path = str(shared_data / "sentencepiece" / "test_model.model")
-    tokenizer = build_tokenizer("SentencePieceTokenizer", model=path)
+    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", model=path)
     assert (tokenizer.vocab_size, tokenizer.eod) == (1000, 2)
     assert tokenizer.decode(tokenizer.encode("I saw a girl")) == "I saw a girl"
     with pytest.raises(DataError, match="surrogate"):
         tokenizer.encode("a\ud800")
     assert tokenizer_from_sidecar(tokenizer.describe()).encode("a b") == tokenizer.encode("a b")
+    marked = build_tokenizer("SentencePieceTokenizer", model=path)
+    # <CLS>, <SEP>, <EOD>, <MASK> and <PAD>; the model has pieces that begin and end a sentence.
+    assert (marked.vocab_size, marked.eod) == (1005, 1002)
+    assert marked.encode("I saw") == tokenizer.encode("I saw")
+
+
+def train_sentencepiece(folder: Path, **options: object) -> str:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(TEXT),
+        model_prefix=str(folder / "m"),
+        vocab_size=40,
+        model_type="char",
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    return str(folder / "m.model")
+
+
+@pytest.mark.parametrize(
+    ("options", "marks", "eod"),
+    [
+        ({}, 5, 2),  # <PAD> alone is no piece
+        ({"pad_id": 3}, 4, 2),
+        ({"bos_id": -1, "eos_id": -1}, 7, 2),
+        ({"user_defined_symbols": ["<SEP>", "<EOD>"]}, 3, None),
+    ],
+)
+def test_sentencepiece_has_the_marks_of_megatron_after_its_pieces(
+    tmp_path: Path, options: dict, marks: int, eod: int | None
+) -> None:
+    model = train_sentencepiece(tmp_path, **options)
+    sentencepiece = pytest.importorskip("sentencepiece")
+    inner = sentencepiece.SentencePieceProcessor(model_file=model)
+    tokenizer = build_tokenizer("SentencePieceTokenizer", model=model)
+    assert tokenizer.vocab_size == len(inner) + marks
+    assert tokenizer.eod == (inner.PieceToId("<EOD>") if eod is None else len(inner) + eod)
+    ids = tokenizer.encode("the cat")
+    assert ids == inner.EncodeAsIds("the cat")
+    assert tokenizer.decode([*ids, *range(len(inner), tokenizer.vocab_size)]) == "the cat"
+
+
+def test_data_of_the_sentencepiece_tokenizer_of_earlier_versions_name_its_new_type(
+    tmp_path: Path,
+) -> None:
+    plain = build_tokenizer("GPTSentencePieceTokenizer", model=train_sentencepiece(tmp_path))
+    earlier = {**plain.describe(), "type": "SentencePieceTokenizer"}
+    with pytest.raises(DataError, match="of earlier versions is GPTSentencePieceTokenizer now"):
+        tokenizer_from_sidecar(earlier)
 
 
 def test_llama_2_begins_each_text_as_megatron_does(shared_data: Path) -> None:
     pytest.importorskip("sentencepiece")
     path = str(shared_data / "sentencepiece" / "test_model.model")
-    plain = build_tokenizer("SentencePieceTokenizer", model=path)
+    plain = build_tokenizer("GPTSentencePieceTokenizer", model=path)
     llama = build_tokenizer("Llama2Tokenizer", model=path)
     assert (llama.vocab_size, llama.eod) == (plain.vocab_size, plain.eod)
     for text in ("I saw a girl", " two  spaces", ""):
@@ -118,24 +168,19 @@ def test_llama_2_begins_each_text_as_megatron_does(shared_data: Path) -> None:
     again = tokenizer_from_sidecar(json.loads(json.dumps(llama.describe())))
     assert again.encode("a b") == llama.encode("a b")
     with pytest.raises(DataError, match="not the tokenizer that made the data"):
-        tokenizer_from_sidecar({**llama.describe(), "type": "SentencePieceTokenizer"})
+        tokenizer_from_sidecar({**llama.describe(), "type": "GPTSentencePieceTokenizer"})
 
 
 def test_llama_2_refuses_a_model_without_a_begin_piece(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(TEXT),
-        model_prefix=str(tmp_path / "m"),
-        vocab_size=40,
-        bos_id=-1,
-        model_type="char",
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    model = str(tmp_path / "m.model")
-    assert build_tokenizer("SentencePieceTokenizer", model=model).encode("cat")
-    with pytest.raises(DataError, match="no begin-of-sentence piece.*SentencePieceTokenizer"):
+    model = train_sentencepiece(tmp_path, bos_id=-1)
+    assert build_tokenizer("GPTSentencePieceTokenizer", model=model).encode("cat")
+    with pytest.raises(DataError, match="no begin-of-sentence piece.*GPTSentencePieceTokenizer"):
         build_tokenizer("Llama2Tokenizer", model=model)
+
+
+def test_gpt_sentencepiece_refuses_a_model_without_an_end_piece(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no end-of-sentence piece"):
+        build_tokenizer("GPTSentencePieceTokenizer", model=train_sentencepiece(tmp_path, eos_id=-1))
 
 
 def test_sentencepiece_refuses_other_files(tmp_path: Path) -> None:
@@ -155,7 +200,7 @@ def test_a_sentencepiece_model_that_may_not_be_read(
 
     (tmp_path / "x.model").write_bytes(b"a model")
     monkeypatch.setattr(Path, "read_bytes", denied)
-    for kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+    for kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         with pytest.raises(DataError, match="x.model: cannot be read: Permission denied"):
             build_tokenizer(kind, model=str(tmp_path / "x.model"))
 
