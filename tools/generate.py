@@ -15,12 +15,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 from tools.run_model import add_tokenizer_flags, check_tokenizer_flags, find_model  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron.data.tokenizer import Tokenizer
 
 MOST_TOKENS, MOST_SAMPLES = 1_000_000, 10_000
 """Largest values of the flags: more would run for days or fill the memory."""
@@ -103,8 +107,18 @@ def _samples(options: argparse.Namespace) -> list[str]:
             end_token=tokenizer.eod,
             vocab_size=tokenizer.vocab_size,
         )
-        texts.append(options.prompt + tokenizer.decode(list(tokens)))
+        texts.append(options.prompt + continuation(tokenizer, prompt, list(tokens)))
     return texts
+
+
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """Return the text that `tokens` add to the text of `prompt`.
+
+    A decoder may drop the blank before the first word, so that `tokens` are not decoded alone,
+    unless their addition changes the text before them.
+    """
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *tokens])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens)
 
 
 if __name__ == "__main__":

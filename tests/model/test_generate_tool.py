@@ -13,11 +13,12 @@ import torch
 from megatron.checkpoint.store import save_checkpoint
 from megatron.checkpoint.verify import read_manifest
 from megatron.config import parse, resolve, to_yaml
-from megatron.data.tokenizer import ByteTokenizer
+from megatron.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron.model.gpt import GPT
 from pretrain_gpt import GRADIENT_PATHS
+from tests.data.test_tokenizer import train_sentencepiece
 from tools import evaluate, export_hf, run_model
-from tools.generate import main
+from tools.generate import continuation, main
 from tools.run_model import find_model
 
 FLAGS = (
@@ -64,6 +65,26 @@ def test_it_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert both.startswith(first) and both != first
     older = texts(capsys, str(run), "--prompt", "Hello", "--top-k", "0", "--checkpoint-step", "1")
     assert older != first
+
+
+def test_blanks_between_prompt_and_continuation_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = train_sentencepiece(tmp_path)
+    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", model=model)
+    ids = tokenizer.encode("the cat sat")
+    at = len(tokenizer.encode("the cat"))
+    assert continuation(tokenizer, ids[:at], ids[at:]) == " sat"
+    numbers = make_run(
+        tmp_path / "numbers", "--tokenizer-type NullTokenizer --vocab-size 99", vocab_size=100
+    )
+    first, second, *drawn = texts(capsys, str(numbers), "--prompt", "1 2").split()
+    assert (first, second) == ("1", "2") and len(drawn) == 20 and max(map(int, drawn)) < 99
+
+
+def test_a_continuation_that_changes_the_prompt_is_decoded_alone() -> None:
+    tokenizer = mock.Mock(decode=lambda ids: "".join(map(chr, ids)).replace(" .", "."))
+    assert continuation(tokenizer, b"a ", b".b") == ".b"
 
 
 def test_an_empty_prompt_starts_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
