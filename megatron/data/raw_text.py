@@ -40,11 +40,20 @@ class RecordBatch:
     position: int  # bytes read of all files, as stored (compressed); rows for `read_dataset`
 
 
+MAX_DOCUMENT_BYTES = 256 << 20
+"""Maximum length of a line, paragraph, one-document file or text of a row.
+
+A longer one is taken for an error.
+"""
 _ROWS = 256
+_BATCH_BYTES = 1 << 20
+_BATCH_RECORDS = 1000
 
 
-def read_parquet(path: Path, *, keys: Sequence[str], before: int) -> Iterator[RecordBatch]:
-    """Yield batches of rows of the columns `keys`.
+def read_parquet(
+    path: Path, *, keys: Sequence[str], max_bytes: int, before: int
+) -> Iterator[RecordBatch]:
+    """Yield batches of rows of the columns `keys`; a row with a longer text is `Oversized`.
 
     `position` is `before` plus the share of the file's bytes that its rows read so far make up.
     Raises `DataError` for a missing column and for a file that cannot be read, `ConfigError`
@@ -56,26 +65,30 @@ def read_parquet(path: Path, *, keys: Sequence[str], before: int) -> Iterator[Re
     except ImportError as error:
         raise missing_extra("pyarrow", "data") from error
     size = path.stat().st_size
-    first = 1
     try:
         with parquet.ParquetFile(path) as file:
             _check_columns(str(path), keys, file.schema_arrow.names)
             total = max(file.metadata.num_rows, 1)
-            for part in file.iter_batches(batch_size=_ROWS, columns=list(keys)):
-                columns = [part.column(key).to_pylist() for key in keys]
-                done = before + size * (first - 1 + part.num_rows) // total
-                yield _rows(str(path), columns, first=first, position=done)
-                first += part.num_rows
+            parts = file.iter_batches(batch_size=_ROWS, columns=list(keys))
+            columns = ([part.column(key).to_pylist() for key in keys] for part in parts)
+            yield from _batched(
+                _rows(columns, max_bytes),
+                source=str(path),
+                kind="row",
+                position=lambda row: before + size * row // total,
+            )
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
 
-def read_dataset(name: str, *, split: str, keys: Sequence[str]) -> Iterator[RecordBatch]:
+def read_dataset(
+    name: str, *, split: str, keys: Sequence[str], max_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[RecordBatch]:
     """Yield rows of a data set that the `datasets` package knows by name, or of a local folder.
 
-    A name that is not a local folder is downloaded from the hub before this function returns.
-    `position` counts rows. Raises `DataError` if the data set or a column is missing, `ConfigError`
-    without the package `datasets`.
+    A name that is not a local folder is downloaded from the hub before this function returns. A row
+    with a longer text is `Oversized`. `position` counts rows. Raises `DataError` if the data set or
+    a column is missing, `ConfigError` without the package `datasets`.
     """
     try:
         import datasets
@@ -92,14 +105,9 @@ def read_dataset(name: str, *, split: str, keys: Sequence[str]) -> Iterator[Reco
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"--dataset {name}: split {split!r} cannot be loaded: {reason}") from error
     _check_columns(name, keys, found.column_names)
-    return _slices(name, found, keys)
-
-
-def _slices(name: str, found: Any, keys: Sequence[str]) -> Iterator[RecordBatch]:
-    for start in range(0, len(found), _ROWS):
-        part = found[start : start + _ROWS]
-        columns = [list(part[key]) for key in keys]
-        yield _rows(name, columns, first=start + 1, position=start + len(columns[0]))
+    parts = (found[start : start + _ROWS] for start in range(0, len(found), _ROWS))
+    columns = ([list(part[key]) for key in keys] for part in parts)
+    return _batched(_rows(columns, max_bytes), source=name, kind="row", position=lambda row: row)
 
 
 def _check_columns(source: str, keys: Sequence[str], names: Sequence[str]) -> None:
@@ -111,15 +119,48 @@ def _check_columns(source: str, keys: Sequence[str], names: Sequence[str]) -> No
         )
 
 
-def _rows(source: str, columns: list[list[object]], *, first: int, position: int) -> RecordBatch:
-    records: list[tuple[int, Payload]] = [
-        (first + at, row) for at, row in enumerate(zip(*columns, strict=True))
-    ]
-    return RecordBatch(source=source, kind="row", records=records, position=position)
+def _rows(
+    parts: Iterable[Sequence[Sequence[object]]], max_bytes: int
+) -> Iterator[tuple[int, Payload]]:
+    """Yield numbered rows of consecutive parts of the columns."""
+    rows = (row for columns in parts for row in zip(*columns, strict=True))
+    for number, row in enumerate(rows, start=1):
+        longest = max(map(_bytes_of, row), default=0)
+        yield number, row if longest <= max_bytes else Oversized(longest)
 
 
-MAX_DOCUMENT_BYTES = 256 << 20
-"""Maximum length of a line, paragraph or one-document file; a longer one is taken for an error."""
+def _bytes_of(value: object) -> int:
+    """Return the bytes of a text or of the texts of a row; 0 for any other value."""
+    if isinstance(value, str):
+        return len(value.encode(errors="surrogatepass"))
+    if isinstance(value, tuple):
+        return sum(map(_bytes_of, value))
+    return len(value) if isinstance(value, bytes) else 0
+
+
+def _batched(
+    records: Iterable[tuple[int, Payload]],
+    *,
+    source: str,
+    kind: Literal["json", "text", "row"],
+    position: Callable[[int], int],
+) -> Iterator[RecordBatch]:
+    """Yield batches that end with the record that reaches a limit.
+
+    `position` is called with the number of that record.
+    """
+    batch: list[tuple[int, Payload]] = []
+    held = 0
+    for number, payload in records:
+        batch.append((number, payload))
+        held += _bytes_of(payload)
+        if held >= _BATCH_BYTES or len(batch) >= _BATCH_RECORDS:
+            yield RecordBatch(source=source, kind=kind, records=batch, position=position(number))
+            batch, held = [], 0
+    if batch:
+        last = batch[-1][0]
+        yield RecordBatch(source=source, kind=kind, records=batch, position=position(last))
+
 
 TextUnit = Literal["file", "line", "paragraph"]
 TEXT_UNITS: tuple[TextUnit, ...] = ("file", "line", "paragraph")
@@ -129,8 +170,6 @@ _PARQUET = (".parquet", ".pq")
 _TEXT = (".txt", ".text", ".md", ".rst")
 _COMPRESSED = (".gz", ".bz2", ".xz")
 _UNREADABLE = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".arrow")
-_BATCH_BYTES = 1 << 20
-_BATCH_RECORDS = 1000
 _CACHED = re.compile(r"[0-9a-f]{32}-\w+-\w+-description\.txt")
 """Names of descriptions in the index cache, which training makes next to its data."""
 _BOM = b"\xef\xbb\xbf"
@@ -186,7 +225,7 @@ def read_batches(
         size = path.stat().st_size
         kind = format_of(path)
         if kind == "parquet":
-            yield from read_parquet(path, keys=keys, before=before)
+            yield from read_parquet(path, keys=keys, max_bytes=max_bytes, before=before)
         else:
             if kind == "text" and len(keys) > 1:
                 raise ConfigError(
@@ -278,22 +317,14 @@ def _read_stream(
     max_bytes: int,
     before: int,
 ) -> Iterator[RecordBatch]:
-    records: list[tuple[int, Payload]] = []
-    held = 0
     try:
         with open(path, "rb", buffering=1 << 18) as raw:
-            for number, payload in _records(_open(path, raw), kind, text_unit, max_bytes):
-                records.append((number, payload))
-                held += len(payload) if isinstance(payload, bytes) else 0
-                if held >= _BATCH_BYTES or len(records) >= _BATCH_RECORDS:
-                    position = before + raw.tell()
-                    yield RecordBatch(
-                        source=str(path), kind=kind, records=records, position=position
-                    )
-                    records, held = [], 0
-            if records:
-                position = before + raw.tell()
-                yield RecordBatch(source=str(path), kind=kind, records=records, position=position)
+            yield from _batched(
+                _records(_open(path, raw), kind, text_unit, max_bytes),
+                source=str(path),
+                kind=kind,
+                position=lambda number: before + raw.tell(),
+            )
     except SparsetronError:
         raise
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:

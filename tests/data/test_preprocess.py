@@ -20,7 +20,7 @@ import pytest
 from megatron.data import preprocess as preprocess_module
 from megatron.data.gpt_dataset import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.raw_text import Oversized, read_batches
+from megatron.data.raw_text import Oversized, read_batches, read_dataset
 from megatron.data.sidecar import read_sidecar
 from megatron.data.tokenizer import tokenizer_from_sidecar
 from tools.preprocess_data import main
@@ -271,6 +271,29 @@ def test_overlong_lines_are_passed_over_without_being_held(tmp_path: Path) -> No
     for unit in ("paragraph", "file"):
         (batch,) = read_batches([source], keys=["text"], text_unit=unit, max_bytes=4000)
         assert isinstance(batch.records[0][1], Oversized)
+
+
+def test_batches_of_rows_are_limited_in_bytes(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    datasets = pytest.importorskip("datasets")
+    import pyarrow.parquet as parquet
+
+    columns = {"text": ["é" * 200_000, *["a" * 400_000] * 8, "b"], "title": ["t"] * 10}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "saved"))
+    keys = ["text", "title"]
+    path, size = tmp_path / "a.parquet", (tmp_path / "a.parquet").stat().st_size
+    of_file = list(read_batches([path], keys=keys, text_unit="line"))
+    of_set = list(read_dataset(str(tmp_path / "saved"), split="train", keys=keys))
+    rows = [3, 6, 9, 10]
+    for batches, ends in ((of_file, [size * row // 10 for row in rows]), (of_set, rows)):
+        assert [len(batch.records) for batch in batches] == [3, 3, 3, 1]
+        assert [batch.position for batch in batches] == ends
+        records = [record for batch in batches for record in batch.records]
+        assert [number for number, _ in records] == list(range(1, 11))
+        assert [row for _, row in records] == list(zip(*columns.values(), strict=True))
+    (batch,) = read_batches([path], keys=keys, text_unit="line", max_bytes=399_999)
+    assert [row for _, row in batch.records] == [Oversized(400_000)] * 9 + [("b", "t")]
 
 
 def test_null_tokenizer_refuses_other_text_by_line(
