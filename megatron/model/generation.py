@@ -37,8 +37,9 @@ def generate(
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` ids that follow a non-empty prompt; stop before `end_token`.
 
-    The model must be whole and in evaluation mode. It sees the last `positions` tokens; longer
-    texts shift positions, which invalidates cached keys, so that every token costs a full pass.
+    The model must be whole and in evaluation mode. It sees the last `seq_length` tokens, as
+    training reached no later position; longer texts shift positions, which invalidates cached keys,
+    so that every token costs a full pass.
 
     Args:
         generator: CPU generator for sampling.
@@ -46,7 +47,7 @@ def generate(
     """
     assert len(prompt) > 0, "an empty prompt has no next token"
     assert not model.training, "dropout would be drawn"
-    window = model.config.positions
+    window = model.config.seq_length
     tokens = list(prompt)
     caches: list[KeyValueCache] | None = _caches(model) if use_cache else None
     for _ in range(max_new_tokens):
@@ -87,6 +88,6 @@ def _next_logits(
 
 def _caches(model: GPT) -> list[KeyValueCache]:
     config = model.config
-    shape = (1, config.query_groups, config.positions, config.head_dim)
+    shape = (1, config.query_groups, config.seq_length, config.head_dim)
     like = next(model.parameters()).detach()
     return [KeyValueCache(shape, like=like) for _ in model.layers]

@@ -27,8 +27,18 @@ def run(model: GPT, count: int, **options: object) -> list[int]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_cache_changes_nothing(variant: str) -> None:
     model = spiky(**VARIANTS[variant])
-    # 30 tokens pass the window of 16 positions (llama: 40).
+    # 30 tokens pass the window of 16.
     assert run(model, 30, use_cache=True) == run(model, 30, use_cache=False)
+
+
+def test_positions_that_training_never_reached_are_not_used() -> None:
+    model = spiky(max_position_embeddings=40)
+    unused = "embedding.position_embeddings.weight"
+    table = model.logical_values()[unused].clone()
+    table[model.config.seq_length :] = torch.nan
+    found = run(model, 30)
+    model.load_values({**model.logical_values(), unused: table})
+    assert run(model, 30) == found
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=VOCAB)])
