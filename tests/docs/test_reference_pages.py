@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron import errors
-from megatron.checkpoint import find, format
+from megatron.checkpoint import find, format, store
 from megatron.checkpoint.store import Checkpoint
 from megatron.config.gpt import SPECS
 from megatron.data import gpt_dataset
@@ -275,6 +275,11 @@ def test_the_reader_reads_what_the_program_loads(step: Path, on_page: dict[str, 
     assert kinds == {"param", "exp_avg", "exp_avg_sq", "mask", "entries", "residual", "path"}
 
 
+def test_the_reader_knows_every_dtype(on_page: dict[str, Any]) -> None:
+    assert on_page["DTYPES"].keys() == format.DTYPE_BYTES.keys()
+    assert on_page["DTYPES"] == {name: dtype for dtype, name in store.DTYPE_NAMES.items()}
+
+
 def train_on(groups: ProcessGroups, flags: str, folder: Path, tp: int) -> dict[str, torch.Tensor]:
     return train(grid(groups, tp=tp), flags, folder)["state"]
 
@@ -291,8 +296,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         ("--use-distributed-optimizer --bf16", 1, lambda part: "flat" in part),
         ("--swiglu --vocab-size 97", 2, lambda part: "#1" in part["key"]),
         ("--grad-path powersgd", 2, lambda part: "@0:" in part["key"]),
+        (
+            "--exp-avg-dtype int8 --exp-avg-sq-dtype int8",
+            1,
+            lambda part: part["key"].startswith("exp_avg_sq_scale/"),
+        ),
     ],
-    ids=["sharded", "tensor-parallel", "factors"],
+    ids=["sharded", "tensor-parallel", "factors", "8-bit moments"],
 )
 def test_the_reader_reads_slices_of_any_grid(
     ranks: Ranks, folder: Path, on_page: dict[str, Any], flags: str, tp: int, is_sharded: Any
