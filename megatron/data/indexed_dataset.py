@@ -381,6 +381,7 @@ class IndexedDatasetWriter:
         self._lowest, self._highest = int(limits.min), int(limits.max)
         self._lengths = array("i")
         self._marks = array("q", [0])
+        self._records: dict[str, DataFileRecord] | None = None
         self._final = (bin_path(prefix), idx_path(prefix))
         self._temporary = tuple(
             path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in self._final
@@ -436,6 +437,23 @@ class IndexedDatasetWriter:
         marks = other.document_indices[1:] + before
         self._marks.frombytes(np.asarray(marks, dtype="=i8").tobytes())
 
+    def finish(self) -> None:
+        """Write the pair to disk under temporary names; `close` need only rename it then.
+
+        Of several pairs that belong together, none gets its names before all are finished.
+        """
+        assert self._marks[-1] == len(self._lengths), "end_document() was not called"
+        try:
+            index = _HashedFile(self._temporary[1])
+            try:
+                self._write_index(index)
+                self._records = {".bin": self._bin.finish(), ".idx": index.finish()}
+            finally:
+                index.close()
+        except OSError as error:
+            self.abort()
+            raise self._failure(error) from error
+
     def close(self, *, tokenizer: Mapping[str, object] | None = None) -> None:
         """Give the pair its names; `.idx` comes last, so that its presence shows a complete pair.
 
@@ -443,19 +461,14 @@ class IndexedDatasetWriter:
         sidecar is removed, since it describes other data (call `write_sidecar` after this, not
         before).
         """
-        assert self._marks[-1] == len(self._lengths), "end_document() was not called"
+        if self._records is None:
+            self.finish()
         try:
-            index = _HashedFile(self._temporary[1])
-            try:
-                self._write_index(index)
-                files = {".bin": self._bin.finish(), ".idx": index.finish()}
-            finally:
-                index.close()
             self._final[1].unlink(missing_ok=True)
             sidecar_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._temporary[0], self._final[0])
             if tokenizer is not None:
-                write_sidecar(self.prefix, tokenizer, files)
+                write_sidecar(self.prefix, tokenizer, self._records)
             os.replace(self._temporary[1], self._final[1])
             _sync_folder(os.path.dirname(self.prefix) or ".")
         except OSError as error:

@@ -309,9 +309,9 @@ def preprocess(
 ) -> PreprocessResult:
     """Write `{output_prefix}_{key}_document.{bin,idx,json}` for each key.
 
-    The files get their names when all of them are complete. `watch` is called after each batch,
-    `log` with a line for each record left out. Raises `DataError` for more than `max_bad_lines` bad
-    records, for a worker that fails, and for a key without any token.
+    The files get their names when those of all keys are on disk. `watch` is called after each
+    batch, `log` with a line for each record left out. Raises `DataError` for more than
+    `max_bad_lines` bad records, for a worker that fails, and for a key without any token.
     """
     tokenizer = load_tokenizer(options.tokenizer)
     dtype = optimal_dtype(tokenizer.vocab_size)
@@ -340,6 +340,8 @@ def preprocess(
                     f"--input: {counts.documents} documents, but no text under {key!r}; nothing "
                     "was written"
                 )
+        for writer in writers:
+            writer.finish()
         for writer in writers:
             writer.close(tokenizer=tokenizer.describe())
     return PreprocessResult(prefixes=prefixes, dtype=dtype, counts=counts)

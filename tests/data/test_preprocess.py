@@ -180,6 +180,27 @@ def test_folders_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert documents(tmp_path / "g") == [encoded("a"), encoded("b")]
 
 
+@pytest.mark.parametrize("call", [1, 3, 4])
+def test_no_pair_of_several_keys_gets_its_names_before_all_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: int
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "a", "title": "A"}\n')
+    real, calls = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    keys = ("--json-keys", "text", "title")
+    assert run("--input", source, "--output-prefix", tmp_path / "o", *keys, *BYTES) == 3
+    assert "cannot be written: No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [source]
+
+
 def test_a_folder_is_read_through_links_without_hidden_folders_and_index_caches(
     tmp_path: Path,
 ) -> None:
