@@ -35,6 +35,7 @@ from megatron.checkpoint.io import (  # noqa: E402  # noqa: E402
     sync_folder,
     write_file,
 )
+from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from megatron.model.huggingface_config import (  # noqa: E402
     LLAMA,
@@ -80,7 +81,9 @@ def export(options: argparse.Namespace) -> None:
     from megatron.checkpoint.store import Checkpoint
 
     output: Path = options.output
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    # The current folder, which has no name as ".", is not replaced below the user's feet.
+    is_new = not output.exists() or output.is_dir() and not any(output.iterdir())
+    if not (output.name and is_new):
         raise ConfigError(f"{output}: exists; name a folder that is new")
     described = find_model(options.source, step=options.step)
     format = choose_format(described.model)
@@ -214,4 +217,5 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -66,7 +66,8 @@ def _files(tokenizer: Tokenizer, *, positions: int) -> TokenizerFiles:
             bos=bos,
             eod=eod,
         )
-    place = _json_file(str(places.get("model", "")))
+    model = str(places.get("model", ""))
+    place = _json_file(model)
     if kind == "HuggingFaceTokenizer" and place is not None:
         return TokenizerFiles(
             files={
@@ -82,6 +83,10 @@ def _files(tokenizer: Tokenizer, *, positions: int) -> TokenizerFiles:
             eod=eod,
         )
     why = f"{kind} has none that transformers read"
+    if kind == "HuggingFaceTokenizer":
+        why = (
+            f"{model} has no tokenizer.json to copy; transformers finds the tokenizer there itself"
+        )
     return TokenizerFiles(bos=bos, eod=eod, why_none=why)
 
 

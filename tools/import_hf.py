@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.find import CHECKPOINTS  # noqa: E402
 from megatron.checkpoint.io import FILES, remove_folder  # noqa: E402
+from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import DataConfig, GPTConfig, ModelConfig, TrainingConfig, resolve, to_yaml  # noqa: E402
 from megatron.data.local_file import read_json_object  # noqa: E402
 from megatron.data.vocabulary import Vocabulary  # noqa: E402
@@ -78,16 +79,24 @@ def bring_in(source: Path, output: Path, *, seq_length: int | None) -> None:
     _check(weights, model)
     output.mkdir(parents=True, exist_ok=True)
     try:
-        _write(source, output, model, weights)
+        written = _write(source, output, model, weights)
     except BaseException:
         with suppress(OSError):
             remove_folder(FILES, output)
         raise
+    # A reader of this output that has left does not undo the import.
+    print(written)
+    config_file, folder = (shlex.quote(str(each)) for each in (output / MODEL_YAML, output))
+    print(
+        f"train from it:\n  python pretrain_gpt.py --config {config_file} --load {folder} "
+        "--finetune --run-dir NEW --data-path PREFIX --lr 1e-5 --train-iters N --micro-batch-size B"
+    )
 
 
 def _write(
     source: Path, output: Path, model: ModelConfig, weights: Mapping[str, torch.Tensor]
-) -> None:
+) -> str:
+    """Write tokenizer, checkpoint and model.yaml; return a line that says what was written."""
     from megatron.checkpoint.store import save_checkpoint
     from megatron.tasks.gpt import gpt_identity
 
@@ -107,12 +116,7 @@ def _write(
         state={"identity": json.loads(json.dumps(kept)), "imported": True},
     )
     (output / MODEL_YAML).write_text(_model_yaml(config), encoding="utf-8")
-    print(f"{path}: {len(weights)} tensors, vocabulary {vocabulary.size}")
-    config_file, folder = (shlex.quote(str(each)) for each in (output / MODEL_YAML, output))
-    print(
-        f"train from it:\n  python pretrain_gpt.py --config {config_file} --load {folder} "
-        "--finetune --run-dir NEW --data-path PREFIX --lr 1e-5 --train-iters N --micro-batch-size B"
-    )
+    return f"{path}: {len(weights)} tensors, vocabulary {vocabulary.size}"
 
 
 def _weights(
@@ -290,4 +294,5 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -12,7 +12,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 TOOLS = ("check_data", "evaluate", "generate", "plan", "report", "simulate", "status") + (
-    *("verify_checkpoint", "zero_shot"),
+    *("export_hf", "import_hf", "verify_checkpoint", "zero_shot"),
 )
 RUN = "--config configs/gpt_tiny.yaml --mock-data --dry-run"
 COMMANDS = [

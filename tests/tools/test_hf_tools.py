@@ -271,6 +271,42 @@ def test_the_line_to_train_from_is_quoted(
     assert str(output) in words and str(output / "model.yaml") in words
 
 
+def test_an_import_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
+    source, output = hf_folder(tmp_path, "gpt2"), tmp_path / "back"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-u", import_hf.__file__, str(source), str(output)]
+    try:
+        subprocess.run(command, stdout=writer, check=False, timeout=120)
+    finally:
+        os.close(writer)
+    assert find_model(output).step.is_dir() and (output / "model.yaml").is_file()
+
+
+def test_the_current_folder_is_no_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model_run(tmp_path / "run", f"--vocab-size {VOCAB}", vocab_size=VOCAB)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert export_hf.main([str(tmp_path / "run"), "."]) == 2
+    assert capsys.readouterr().err == "error: .: exists; name a folder that is new\n"
+
+
+def test_a_tokenizer_of_the_hub_has_no_file_to_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="optional package")
+    bpe = make_marked_bpe(tmp_path / "bpe")
+    found = transformers.AutoTokenizer.from_pretrained(bpe, local_files_only=True)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *a, **k: found)
+    flags = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model someone/model"
+    make_model_run(tmp_path / "run", flags, vocab_size=16)
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "there")]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith("no tokenizer files: someone/model has no tokenizer.json to copy; ")
+
+
 def test_a_full_disk_is_told_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
