@@ -97,7 +97,9 @@ def _write(
     source: Path, output: Path, model: ModelConfig, weights: Mapping[str, torch.Tensor]
 ) -> str:
     """Write tokenizer, checkpoint and model.yaml; return a line that says what was written."""
-    from megatron.checkpoint.store import save_checkpoint
+    import torch
+
+    from megatron.checkpoint.store import save_checkpoint, whole
     from megatron.tasks.gpt import gpt_identity
 
     vocab_size = weights["embedding.word_embeddings.weight"].shape[0]
@@ -112,7 +114,10 @@ def _write(
     path = save_checkpoint(
         output / CHECKPOINTS,
         step=0,
-        tensors={f"{PARAM}{name}": tensor for name, tensor in weights.items()},
+        tensors=[
+            dataclasses.replace(whole(f"{PARAM}{name}", tensor), dtype=torch.float32)
+            for name, tensor in weights.items()
+        ],
         state={"identity": json.loads(json.dumps(kept)), "imported": True},
     )
     (output / MODEL_YAML).write_text(_model_yaml(config), encoding="utf-8")
@@ -122,7 +127,7 @@ def _write(
 def _weights(
     source: Path, values: Mapping[str, Any], model: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """Return all weights in fp32 by logical name."""
+    """Return all weights by logical name, in the dtype of the files."""
     from megatron.model.huggingface import from_gpt2, from_llama
 
     with ExitStack() as stack:
@@ -138,7 +143,7 @@ def _weights(
             found = from_gpt2(state, num_heads=model.num_attention_heads)
             if not model.tied and _HEAD in state:
                 found["output_layer.weight"] = state[_HEAD]
-    return {name: tensor.float() for name, tensor in found.items()}
+    return found
 
 
 class _WeightState(Mapping[str, "torch.Tensor"]):

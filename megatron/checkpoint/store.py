@@ -60,6 +60,8 @@ class LocalShard:
         mask: Only entries at which the saved boolean tensor of that name equals `mask_value`.
         per_rank: Each data-parallel rank has its own tensor; the first axis counts the ranks (see
             `of_rank`).
+        dtype: Dtype in which the tensor is saved; it is converted when it is written, one tensor at
+            a time. None for its own.
     """
 
     name: str
@@ -71,6 +73,12 @@ class LocalShard:
     mask: str | None = None
     mask_value: bool = True
     per_rank: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Dtype of the saved tensor."""
+        return self.dtype or self.tensor.dtype
 
 
 def whole(name: str, tensor: torch.Tensor) -> LocalShard:
@@ -207,11 +215,11 @@ def part_of(shards: Iterable[LocalShard], file: str) -> RankWrites:
 
 
 def _record(shard: LocalShard) -> TensorRecord:
-    if shard.tensor.dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"{shard.name}: {shard.tensor.dtype} cannot be saved")
+    if shard.saved_dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{shard.name}: {shard.saved_dtype} cannot be saved")
     return TensorRecord(
         shape=tuple(shard.shape),
-        dtype=DTYPE_NAMES[shard.tensor.dtype],
+        dtype=DTYPE_NAMES[shard.saved_dtype],
         slices=(),
         scope=DATA_PARALLEL if shard.per_rank else SHARED,
         mask=MaskRecord(shard.mask, shard.mask_value) if shard.mask is not None else None,
@@ -227,15 +235,17 @@ def _check_count(shard: LocalShard, count: int) -> None:
 
 
 def _item(shard: LocalShard, part: SliceRecord) -> TensorToWrite:
-    tensor = shard.tensor
-    if tensor.dtype == torch.bool:
+    tensor, saved = shard.tensor, shard.saved_dtype
+    if saved == torch.bool:
         shape: tuple[int, ...] = ((tensor.numel() + 7) // 8,)
     elif shard.flat is not None or shard.mask is not None:
         shape = (tensor.numel(),)
     else:
         shape = part.shape
-    dtype = "U8" if tensor.dtype == torch.bool else DTYPE_NAMES[tensor.dtype]
-    return TensorToWrite(key=part.key, dtype=dtype, shape=shape, data=lambda: _bytes(tensor))
+    dtype = "U8" if saved == torch.bool else DTYPE_NAMES[saved]
+    return TensorToWrite(
+        key=part.key, dtype=dtype, shape=shape, data=lambda: _bytes(tensor.to(saved))
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

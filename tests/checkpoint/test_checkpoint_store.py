@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from checkpoint_helpers import CheckpointRanks, rewrite_manifest, tree
 from safetensors import safe_open
 
+from megatron.checkpoint import store
 from megatron.checkpoint.store import Checkpoint, LocalShard, of_rank, owner, save_checkpoint, whole
 from megatron.errors import CheckpointError
 
@@ -64,6 +67,29 @@ def test_round_trip_is_bitwise_and_the_library_reads_it(tmp_path: Path, dtype: t
         for name in library.keys():  # noqa: SIM118 - not a dict
             if dtype != torch.bool:
                 assert same(library.get_tensor(name), tensors[name])
+
+
+def test_a_tensor_is_converted_when_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"t{i}": torch.arange(3.0).bfloat16() + i for i in range(4)}
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    real = store._bytes
+
+    def spy(tensor: torch.Tensor) -> memoryview:
+        nonlocal most
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(each() is not None for each in alive))
+        return real(tensor)
+
+    monkeypatch.setattr(store, "_bytes", spy)
+    shards = [replace(whole(name, each), dtype=torch.float32) for name, each in tensors.items()]
+    path = save_checkpoint(tmp_path, step=1, tensors=shards, state={})
+    assert len(alive) == 4 and most == 1
+    with Checkpoint.open(path) as saved:
+        for name, tensor in tensors.items():
+            assert same(saved.read(name), tensor.float())
 
 
 def test_state_world_and_versions_come_back(tmp_path: Path) -> None:

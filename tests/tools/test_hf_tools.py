@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint import store
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.store import Checkpoint
 from megatron.config import ModelConfig, parse
@@ -216,6 +217,26 @@ def test_end_marks_of_a_post_processor_are_left_to_append_eod(tmp_path: Path) ->
     for text in ("the cat", ""):
         assert both.encode(text) == begins.encode(text)
     assert both.encode("") == [1]
+
+
+def test_16_bit_weights_are_widened_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = make_model_run(tmp_path / "run", f"--vocab-size {VOCAB}", vocab_size=VOCAB)
+    narrow = ["--dtype", "bfloat16"]
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "there"), *narrow]) == 0
+    real, held = store.save_checkpoint, []
+
+    def spy(*arguments: Any, tensors: Any, **options: Any) -> Path:
+        held.extend(shard.tensor for shard in tensors)
+        return real(*arguments, tensors=tensors, **options)
+
+    monkeypatch.setattr(store, "save_checkpoint", spy)
+    assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "back")]) == 0
+    assert {tensor.dtype for tensor in held} == {torch.bfloat16}
+    with Checkpoint.open(find_model(tmp_path / "back").step) as saved:
+        for name, value in ours.logical_values().items():
+            assert torch.equal(saved.read(f"param/{name}"), value.bfloat16().float())
 
 
 def hf_folder(tmp_path: Path, form: str, leave_out: str = "", **changed: Any) -> Path:
