@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,7 +50,7 @@ from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.data.raw_text import TEXT_UNITS  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from tools.evaluation.bits_per_byte import bits_per_byte, read_documents  # noqa: E402
-from tools.evaluation.figures import Figures, both_accuracies, of_words, preferences  # noqa: E402
+from tools.evaluation.figures import both_accuracies, of_words, plain, preferences  # noqa: E402
 from tools.evaluation.readers import blimp, lambada, multiple_choice  # noqa: E402
 from tools.evaluation.scoring import Scorer  # noqa: E402
 from tools.evaluation.task import EvaluationTask, read_examples  # noqa: E402
@@ -123,7 +122,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         **_head(options, scorer),
         "examples": len(examples),
         "cut_on_the_left": cut,
-        **_plain(task.figures(examples, scores)),
+        **plain(task.figures(examples, scores)),
         **_by_group(task, examples, scores),
     }
 
@@ -137,14 +136,6 @@ def _head(options: argparse.Namespace, scorer: Scorer) -> dict[str, Any]:
     return {"task": options.task, "checkpoint": str(scorer.saved.step)}
 
 
-def _plain(figures: Figures) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    for name, estimate in figures.items():
-        value = estimate.value if math.isfinite(estimate.value) else None  # JSON has no infinity
-        found |= {name: value, f"{name}_stderr": estimate.stderr}
-    return found
-
-
 def _by_group(
     task: EvaluationTask, examples: Sequence[Example], scores: Sequence[Sequence[Likelihood]]
 ) -> dict[str, Any]:
@@ -154,7 +145,7 @@ def _by_group(
     for name in names:
         chosen = [number for number, example in enumerate(examples) if example.group == name]
         of_part = task.figures([examples[i] for i in chosen], [scores[i] for i in chosen])
-        found[name] = {**_plain(of_part), "examples": len(chosen)}
+        found[name] = {**plain(of_part), "examples": len(chosen)}
     return {"by_phenomenon": found} if found else {}
 
 

@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
     parser.add_argument("--text-unit", choices=TEXT_UNITS, default="paragraph")
     parser.add_argument(
-        "--max-bytes", type=int, metavar="N", help="stop reading after so much text (default: all)"
+        "--max-bytes",
+        type=int,
+        metavar="N",
+        help="stop reading after so many bytes of text (default: all)",
     )
     parser.add_argument("--overwrite", action="store_true")
     arguments = parser.parse_args(argv)
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_texts(
     batches: Iterator[RecordBatch], keys: Sequence[str], *, max_bytes: int | None
 ) -> Iterator[str]:
-    """Yield the texts of all keys in order, until they have `max_bytes` characters.
+    """Yield the texts of all keys in order, until they have `max_bytes` bytes of UTF-8.
 
     Raises `DataError` with file and line for a bad record.
     """
@@ -77,21 +80,20 @@ def read_texts(
         for number, payload in batch.records:
             try:
                 texts = extract_texts(payload, batch.kind, keys)
-                for text in texts:
-                    _check_encodable(text)
+                sizes = [_bytes(text) for text in texts]
             except DataError as error:
                 raise DataError(f"{batch.source}:{number}: {error}") from error
-            for text in texts:
+            for text, size in zip(texts, sizes, strict=True):
                 yield text
-                left -= len(text)
+                left -= size
                 if left <= 0:
                     return
 
 
-def _check_encodable(text: str) -> None:
-    """Raise `DataError` for text without a UTF-8 form."""
+def _bytes(text: str) -> int:
+    """Return the bytes of a text in UTF-8; `DataError` if it has no such form."""
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError as error:
         raise unencodable(text) from error
 

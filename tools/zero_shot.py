@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from tools.evaluation import harness  # noqa: E402
-from tools.evaluation.figures import Figures  # noqa: E402
+from tools.evaluation.figures import Figures, plain  # noqa: E402
 from tools.evaluation.scoring import Scorer  # noqa: E402
 from tools.evaluation.task import read_examples  # noqa: E402
 from tools.evaluation.zero_shot import ZERO_SHOT  # noqa: E402
@@ -232,8 +232,7 @@ def _as_json(scored: Scored) -> dict[str, Any]:
         name: {
             "table": ZERO_SHOT[name].table,
             "examples": examples,
-            **{figure: estimate.value for figure, estimate in figures.items()},
-            **{f"{figure}_stderr": estimate.stderr for figure, estimate in figures.items()},
+            **plain(figures),
         }
         for name, (figures, examples) in scored.items()
     }

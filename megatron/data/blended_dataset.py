@@ -19,6 +19,7 @@ SURPLUS = 0.005
 """Megatron's --mid-level-dataset-surplus: each part gets this share of samples in addition."""
 
 _FEW = 16
+_COUNTED_AT_ONCE = 1 << 18
 
 
 class SampleSource(Protocol):
@@ -44,8 +45,7 @@ class BlendedDataset:
         sample_index: NDArray[np.int64],
     ) -> None:
         assert len(dataset_index) == len(sample_index)
-        counts = np.bincount(dataset_index, minlength=len(parts))
-        assert len(counts) == len(parts)
+        counts = count_draws(dataset_index, len(parts))
         for part, count in zip(parts, counts, strict=True):
             assert count <= len(part), f"{count} samples wanted of a part with {len(part)}"
         self.parts = tuple(parts)
@@ -89,6 +89,18 @@ def number_draws(dataset_index: NDArray[np.int16], num_parts: int) -> NDArray[np
         places = np.flatnonzero(dataset_index == part)
         numbers[places] = np.arange(len(places))
     return numbers
+
+
+def count_draws(dataset_index: NDArray[np.int16], num_parts: int) -> NDArray[np.int64]:
+    """Return the number of draws of each part.
+
+    The draws are counted in blocks, since `np.bincount` copies its whole input to int64.
+    """
+    counts = np.zeros(num_parts, dtype=np.int64)
+    for start in range(0, len(dataset_index), _COUNTED_AT_ONCE):
+        block = dataset_index[start : start + _COUNTED_AT_ONCE]
+        counts += np.bincount(block, minlength=num_parts)
+    return counts
 
 
 def _blend_few(weights: Sequence[float], draws: int) -> NDArray[np.int16]:

@@ -18,6 +18,7 @@ from megatron.data.blended_dataset import (
     SampleSource,
     Source,
     blend_order,
+    count_draws,
     documents_of,
     filled_split,
     normalized,
@@ -185,7 +186,7 @@ class _Builder:
             return self._whole(split, [part(prefix, None) for prefix in blend.prefixes])
         weights, asked, draws = self._shares(blend, documents, count)
         order = self._blend(split, blend.prefixes[0], weights, draws)
-        counts = np.bincount(order["dataset_index"], minlength=len(weights)).tolist()
+        counts = count_draws(order["dataset_index"], len(weights)).tolist()
         parts: list[GPTDataset] = []
         for prefix, size, drawn in zip(blend.prefixes, asked, counts, strict=True):
             one = part(prefix, size)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from megatron.data.blended_dataset import BlendedDataset, blend_order, number_draws, part_sizes
+from megatron.data.blended_dataset import (
+    BlendedDataset,
+    blend_order,
+    count_draws,
+    number_draws,
+    part_sizes,
+)
 from megatron.data.build import MockDataset
 
 # Computed by build_blending_indices of Megatron's helpers.cpp.
@@ -42,6 +49,17 @@ def test_order_is_the_greedy_rule(parts: int, even: bool) -> None:
     assert drawn.dtype == np.int16 and drawn.tolist() == order
     assert number_draws(drawn, parts).dtype == np.int64
     assert number_draws(drawn, parts).tolist() == numbers
+
+
+def test_draws_are_counted_without_a_copy_of_the_index() -> None:
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, 5, 3_000_000).astype(np.int16)
+    tracemalloc.start()
+    counts = count_draws(drawn, 7)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert counts.tolist() == [int((drawn == part).sum()) for part in range(7)]
+    assert peak < drawn.nbytes
 
 
 def test_order_is_the_one_that_megatron_computes() -> None:

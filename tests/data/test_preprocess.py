@@ -25,6 +25,7 @@ from megatron.data.sidecar import read_sidecar
 from megatron.data.tokenizer import tokenizer_from_sidecar
 from tools.preprocess_data import main
 from tools.train_tokenizer import main as train_main
+from tools.train_tokenizer import read_texts
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "tools" / "preprocess_data.py"
@@ -565,6 +566,12 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(
     monkeypatch.setattr(os, "scandir", scandir)
     assert run("--input", tmp_path / "in", "--output-prefix", tmp_path / "o", *BYTES) == 3
     assert "hidden: cannot be listed: Permission denied" in capsys.readouterr().err
+
+
+def test_train_tokenizer_counts_bytes(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["éé", "éé", "a"])
+    batches = read_batches([source], keys=["text"], text_unit="line")
+    assert list(read_texts(batches, ["text"], max_bytes=4)) == ["éé"]
 
 
 def test_train_tokenizer_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tools import zero_shot
 from tools.evaluate import TASKS
 from tools.evaluation.example import Ending, Example
 from tools.evaluation.figures import (
+    Estimate,
     accuracy_and_f1,
     accuracy_and_macro_f1,
     credits,
@@ -266,6 +268,15 @@ def test_a_run_and_its_export_have_the_same_table(
     accuracy = 100 * found["tasks"]["mrpc"]["accuracy"]
     assert table[mrpc].split()[:4] == ["5", "MRPC", "acc", f"{accuracy:.2f}"]
     assert table[mrpc + 1].split()[0] == "F1"
+
+
+def test_json_has_null_for_an_infinite_perplexity() -> None:
+    figures = {"perplexity": Estimate(value=math.inf, stderr=math.nan)}
+    found = json.loads(
+        json.dumps(zero_shot._as_json({"lambada_openai": (figures, 1)}), allow_nan=False)
+    )
+    assert found["lambada_openai"]["perplexity"] is None
+    assert found["lambada_openai"]["perplexity_stderr"] is None
 
 
 def test_absent_files_are_refused_by_the_names_of_their_tasks(

@@ -38,6 +38,18 @@ Figures = Mapping[str, Estimate]
 """Figures by name: accuracy, perplexity, f1, ..."""
 
 
+def plain(figures: Figures) -> dict[str, float | None]:
+    """Return each figure and its standard error by name, None for what JSON cannot hold."""
+    found: dict[str, float | None] = {}
+    for name, estimate in figures.items():
+        found |= {name: _finite(estimate.value), f"{name}_stderr": _finite(estimate.stderr)}
+    return found
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
 def mean_of(values: Sequence[float]) -> Estimate:
     """Return the mean of values, at least one, with its standard error."""
     mean, count = math.fsum(values) / len(values), len(values)
