@@ -275,19 +275,19 @@ class _Builder:
 def check_tokenizer(
     indexed: IndexedDataset, *, vocab_size: int, fingerprint: str | None = None
 ) -> None:
-    """Raise DataError if a file is not of this tokenizer, by its dtype or its sidecar.
+    """Raise DataError if a file is not of this tokenizer, by its sidecar or else its dtype.
 
     Files without a sidecar (Megatron's) pass if their dtype can hold the vocabulary; each sample's
     ids are checked when it is read.
     """
-    largest = int(np.iinfo(indexed.dtype).max)
-    if largest < vocab_size - 1:
-        raise DataError(
-            f"{indexed.prefix}: holds {indexed.dtype} ids up to {largest}, the tokenizer's "
-            f"vocabulary has {vocab_size} entries: another tokenizer made this data"
-        )
     made_by = read_sidecar(indexed.prefix)
     if made_by is None:
+        largest = int(np.iinfo(indexed.dtype).max)
+        if largest < vocab_size - 1:
+            raise DataError(
+                f"{indexed.prefix}: holds {indexed.dtype} ids up to {largest}, the tokenizer's "
+                f"vocabulary has {vocab_size} entries: another tokenizer made this data"
+            )
         return
     path = sidecar_path(indexed.prefix)
     size = made_by.get("vocab_size")

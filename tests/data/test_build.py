@@ -156,6 +156,8 @@ def test_the_sidecar_must_name_this_tokenizer(pairs: list[str]) -> None:
     write_sidecar(pairs[0], {"type": "x", "vocab_size": 50, "fingerprint": "aaaa"})
     assert _build(options)[0].train is not None
     assert _build(options, tokenizer_fingerprint="aaaa")[0].train is not None
+    # A table may have more rows than the data's dtype has ids.
+    assert _build(options, tokenizer_fingerprint="aaaa", vocab_size=100_000)[0].train is not None
     with pytest.raises(DataError, match="aaaa.*bbbb"):
         _build(options, tokenizer_fingerprint="bbbb")
     with pytest.raises(DataError, match="50 entries, this run's has 40"):
