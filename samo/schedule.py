@@ -128,11 +128,11 @@ def is_prunable(
 ) -> bool:
     """Return whether a tensor is a weight matrix or kernel that no setting leaves whole.
 
-    Biases and norms, which have one axis, are never pruned. Embeddings have "embedding" in their
-    name and stay whole with `keep_embeddings`. `dense`: shell patterns of logical names that stay
-    whole.
+    Biases and norms, which have one axis, are never pruned. Embeddings have "embed" in their name
+    (`embedding.word_embeddings`, `encoder.embed_tokens`) and stay whole with `keep_embeddings`.
+    `dense`: shell patterns of logical names that stay whole.
     """
-    if len(shape) < 2 or (keep_embeddings and "embedding" in name):
+    if len(shape) < 2 or (keep_embeddings and "embed" in name):
         return False
     return not any(fnmatchcase(name, pattern) for pattern in dense)
 

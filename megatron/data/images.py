@@ -373,7 +373,7 @@ class ImageFolder:
         """
         if not is_folder(folder):
             raise DataError(f"{folder}: no such folder; wanted one folder for each class in it")
-        names = [entry.name for entry in _listed(folder) if entry.is_dir()]
+        names = [entry.name for entry in _listed(folder) if _is_folder(entry)]
         if not names:
             raise DataError(f"{folder}: has no folders of classes")
         paths: list[Path] = []
@@ -411,12 +411,16 @@ def _listed(folder: Path) -> list[os.DirEntry[str]]:
     return sorted(entries, key=lambda entry: entry.name)
 
 
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # `is_dir` of a circle of links would raise `OSError`.
+    return is_folder(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
 def _images_below(folder: Path) -> list[Path]:
     """Return the images in a folder and the folders below it, sorted by folder and name."""
     paths: list[Path] = []
     for entry in _listed(folder):
-        # `is_dir` of a circle of links would raise `OSError`.
-        if is_folder(entry.path) if entry.is_symlink() else entry.is_dir():
+        if _is_folder(entry):
             paths += _images_below(folder / entry.name)
         elif entry.name.lower().endswith(IMAGE_EXTENSIONS):
             paths.append(folder / entry.name)

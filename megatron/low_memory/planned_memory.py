@@ -455,7 +455,7 @@ def _rank_shapes(
             alignment=slice_alignment(config),
         ),
         ranks=dims.dp,
-        device="cpu",
+        device=config.run.device or "cpu",
         stored=stored,
     )
 

@@ -42,6 +42,26 @@ class Dropout(nn.Module):
         return F.dropout(hidden, self.probability)
 
 
+def pool(features: torch.Tensor) -> torch.Tensor:
+    """Average features [b, c, h, w] over windows to 7 x 7, as `adaptive_avg_pool2d` does.
+
+    The gradient of that function has no deterministic kernel on a GPU. In deterministic mode each
+    window is averaged by itself.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return F.adaptive_avg_pool2d(features, VGG_POOLED)
+    for axis in (2, 3):
+        size = features.shape[axis]
+        if size != VGG_POOLED:
+            starts = [step * size // VGG_POOLED for step in range(VGG_POOLED)]
+            stops = [-(-(step + 1) * size // VGG_POOLED) for step in range(VGG_POOLED)]
+            windows = zip(starts, stops, strict=True)
+            features = torch.stack(
+                [features.narrow(axis, lo, hi - lo).mean(axis) for lo, hi in windows], axis
+            )
+    return features
+
+
 class VGG19(nn.Module):
     """VGG-19 for images of any size of at least 32 x 32 pixels.
 
@@ -97,16 +117,15 @@ class VGG19(nn.Module):
         if runs_by_operators(self.recompute):
             (scores,) = run_blocks([self.operators()], images, recompute=self.recompute)
             return scores
-        pooled = F.adaptive_avg_pool2d(self.features(images), VGG_POOLED)
-        return self.classifier(pooled.flatten(1))
+        return self.classifier(pool(self.features(images)).flatten(1))
 
     def operators(self) -> Block:
         """Return `forward` as operators, one for each module."""
         # Recomputation may run after the streams have moved on, so the current position is kept.
         position = self.streams.position
 
-        def pool(hidden: torch.Tensor) -> tuple[torch.Tensor]:
-            return (F.adaptive_avg_pool2d(hidden, VGG_POOLED).flatten(1),)
+        def flat(hidden: torch.Tensor) -> tuple[torch.Tensor]:
+            return (pool(hidden).flatten(1),)
 
         def run(module: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor]:
             if isinstance(module, Dropout):
@@ -117,4 +136,4 @@ class VGG19(nn.Module):
             [Operator(partial(run, module), "other") for module in part]
             for part in (self.features, self.classifier)
         )
-        return [*features, Operator(pool, "other"), *classifier]
+        return [*features, Operator(flat, "other"), *classifier]

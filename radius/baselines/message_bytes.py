@@ -18,8 +18,11 @@ from megatron.data_parallel.bucket_plan import (
 
 
 def count(density: float, entries: int) -> int:
-    """Return k = ceil(d n), the entries to send of n, so that top-k leaves no parameter out."""
-    return math.ceil(density * entries)
+    """Return k = ceil(d n), the entries to send of n, so that top-k leaves no parameter out.
+
+    The density is taken as a decimal fraction: in floating point ceil(0.07 * 100) is 8.
+    """
+    return math.ceil(Fraction(str(density)) * entries)
 
 
 def is_smaller(rows: int, columns: int, rank: int) -> bool:

@@ -261,6 +261,13 @@ def test_a_circle_of_links_is_named(tmp_path: Path) -> None:
         ImageFolder.open(tmp_path)
 
 
+def test_a_link_to_itself_among_the_classes_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 1}, seed=1)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(DataError, match="loop: cannot be looked at: Too many levels"):
+        ImageFolder.open(tmp_path)
+
+
 def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_archives(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)

@@ -62,6 +62,16 @@ def fullest(config: Config, world: int) -> int:
     )
 
 
+@pytest.mark.parametrize("flags", ["", TRANSLATION, VISION], ids=["gpt", "translation", "vision"])
+def test_the_peak_is_planned_for_the_device_that_the_flag_names(flags: str) -> None:
+    task = {TRANSLATION: TRANSLATION_TASK.config, VISION: VISION_TASK.config}.get(flags)
+    on_cpu, on_gpu = (
+        fullest(config_of(f"{flags} --grad-path samo --device {device}", task=task), 1)
+        for device in ("cpu", "cuda")
+    )
+    assert on_cpu != on_gpu, "indices and scratch of the two differ"
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.model.image_classifier import ImageClassifier
@@ -23,7 +25,7 @@ from megatron.model.image_shapes import (
     wide_resnet_layers,
 )
 from megatron.model.resnet import WideResNet101
-from megatron.model.vgg import VGG19
+from megatron.model.vgg import VGG19, pool
 from megatron.model.wide_resnet import WideResNet
 from megatron.tensor_parallel.rng import DropoutStreams
 from tests.model import plain_networks
@@ -256,3 +258,38 @@ def test_dropout_draws_by_step_and_microbatch() -> None:
     assert not torch.equal(scores(4, 1), first)
     network.eval()
     assert torch.equal(scores(3, 1), scores(4, 2))
+
+
+class DispatchedOperators(TorchDispatchMode):
+    """Notes the names of all operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 5), (7, 7), (14, 9)], ids=str)
+def test_deterministic_pooling_averages_the_same_windows(size: tuple[int, int]) -> None:
+    features = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
+    wanted = pool(features)
+    (wanted_grad,) = torch.autograd.grad(wanted.square().sum(), features)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with DispatchedOperators() as seen:
+            found = pool(features)
+            (grad,) = torch.autograd.grad(found.square().sum(), features)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(grad, wanted_grad)
+    assert seen.names and not [name for name in seen.names if "adaptive" in name]

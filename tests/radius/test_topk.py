@@ -15,6 +15,7 @@ from megatron.data_parallel.exchange import Exchange
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group, ProcessGroups
 from megatron.sparse.selection import SAMPLED, largest
+from radius.baselines.message_bytes import count
 from radius.baselines.powersgd import PowerSGDReducer
 from radius.baselines.topk import TopKReducer
 from tests.contract.harness import copies
@@ -29,6 +30,10 @@ def by_sorting(values: torch.Tensor, k: int) -> list[int]:
     """Positions of the k largest magnitudes, the lower one first among equals."""
     ordered = sorted(range(len(values)), key=lambda i: (-abs(float(values[i])), i))
     return sorted(ordered[:k])
+
+
+def test_a_density_is_a_decimal_fraction() -> None:
+    assert (count(0.07, 100), count(0.07, 101), count(1e-9, 5)) == (7, 8, 1)
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=60), st.data())

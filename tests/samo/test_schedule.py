@@ -107,6 +107,21 @@ def test_patterns_leave_tensors_whole(name: str, dense: tuple[str, ...], pruned:
     assert not is_prunable(name, (4,), keep_embeddings=False, dense=dense)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_table"),
+    [
+        ("embedding.word_embeddings.weight", True),
+        ("embedding.position_embeddings.weight", True),
+        ("decoder.embed_tokens.weight", True),
+        ("layers.0.mlp.dense_h_to_4h.weight", False),
+        ("output_layer.weight", False),
+    ],
+)
+def test_embeddings_of_all_models_can_stay_whole(name: str, is_table: bool) -> None:
+    assert is_prunable(name, (8, 4), keep_embeddings=False)
+    assert is_prunable(name, (8, 4), keep_embeddings=True) is not is_table
+
+
 def test_a_run_without_a_rewiring_is_told_what_would_help() -> None:
     assert why_none(RewiringSchedule(interval=200, until=1000), 1, 1100) == ""
     short = why_none(RewiringSchedule(interval=200, until=95), 1, 100)
