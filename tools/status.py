@@ -32,8 +32,9 @@ from megatron.checkpoint.verify import verify_folder  # noqa: E402
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, PeerError, SparsetronError  # noqa: E402
 from megatron.fault_tolerance.flight_recorder import explain  # noqa: E402
-from megatron.fault_tolerance.heartbeat import FOLDER, RankStatus, is_gone, sightings  # noqa: E402
-from megatron.fault_tolerance.run_lock import LOCK, STALE_SECONDS, RunFolderInUse, check_free  # noqa: E402
+from megatron.fault_tolerance.heartbeat import RankStatus  # noqa: E402
+from megatron.fault_tolerance.root_cause import is_held, last_sign, latest_sightings  # noqa: E402
+from megatron.fault_tolerance.run_lock import STALE_SECONDS  # noqa: E402
 from megatron.metrics.logger import JSONL, parse_line  # noqa: E402
 from megatron.status import STATUS, Status, read_status  # noqa: E402
 
@@ -112,7 +113,7 @@ def look(run: Path, *, verify: bool = False) -> Standing:
     status = read_status(run)
     found = Standing(run=str(run), state="unknown" if status is None else status.state)
     manifest = _newest_good(run, found, verify=verify)
-    seen = _seen(run, status)
+    seen = latest_sightings(run, status) if status is not None else []
     found.heartbeat_age = _age(run, seen)
     if status is None:
         found.why = f"{STATUS} is missing or damaged"
@@ -146,13 +147,9 @@ def _why_lost(
     run: Path, status: Status, seen: Sequence[RankStatus], age: float | None
 ) -> str | None:
     """Return the reason if a run with the state running does not run; None if it runs."""
-    try:
-        check_free(run)
-    except RunFolderInUse:
+    if is_held(run, status):
         return None
     here = status.host == socket.gethostname()
-    if here and not is_gone(_as_sighting(status)):
-        return None
     if not here and age is not None and age < STALE_SECONDS:
         return None
     why = "every process ended without a report: killed, or left early"
@@ -164,29 +161,10 @@ def _why_lost(
     return why
 
 
-def _as_sighting(status: Status) -> RankStatus:
-    return RankStatus(
-        rank=0, pid=status.pid, host=status.host, beats=0, step=0, phase="start", since=0, alive=0
-    )
-
-
-def _seen(run: Path, status: Status | None) -> list[RankStatus]:
-    """Return the latest records of the ranks of the latest start.
-
-    A run of one rank keeps no such files.
-    """
-    names = [path.name.removeprefix("rank_") for path in (run / FOLDER).glob("rank_*")]
-    ranks = sorted(int(name) for name in names if name.isdigit())
-    return sightings(run / FOLDER, attempt=status.attempt if status else "", ranks=ranks)
-
-
 def _age(run: Path, seen: Sequence[RankStatus]) -> float | None:
-    """Return the seconds since the last sign of life: a heartbeat or a touch of the lock."""
-    stamps = [one.alive for one in seen]
-    lock = run / LOCK
-    if lock.exists():
-        stamps.append(lock.stat().st_mtime)
-    return round(max(0.0, time.time() - max(stamps)), 1) if stamps else None
+    """Return the seconds since the last sign of life."""
+    stamp = last_sign(run, seen)
+    return None if stamp is None else round(max(0.0, time.time() - stamp), 1)
 
 
 def _newest_good(run: Path, found: Standing, *, verify: bool) -> Manifest | None:

@@ -25,6 +25,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.status import Status
+
 FOLDER = "heartbeat"
 LOOK = "look"
 """File in the folder with the finding of the rank that read all headers, for all ranks."""
@@ -284,7 +286,7 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode()
 
 
-def is_gone(seen: RankStatus) -> bool:
+def is_gone(seen: RankStatus | Status) -> bool:
     """Return whether the process has certainly ended; False for a process on another host."""
     if seen.host != socket.gethostname():
         return False

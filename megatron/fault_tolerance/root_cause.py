@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,11 +30,13 @@ from megatron.fault_tolerance.heartbeat import (
     sightings,
     wake,
 )
+from megatron.fault_tolerance.run_lock import HEARTBEAT_SECONDS, LOCK, RunFolderInUse, check_free
 from megatron.status import STATUS, Status, read_status, write_status
 
 PATIENCE = 2.0
 """Seconds for which a rank waits for a peer's report."""
 _POLL = 0.05
+_LOOK_AGAIN = 1.0
 _LOOK_BYTES = 4096
 _REASON = 512
 """Maximum length of a reason in a finding; each character takes up to 6 bytes there."""
@@ -288,14 +291,15 @@ def find_out(run_dir: Path) -> int | None:
     """Return the exit code of a run that has ended; None if there is no usable status.json.
 
     A run whose status is still "running" was cut short: its status becomes "failed", with the first
-    cause as far as the heartbeats show it.
+    cause as far as the heartbeats show it. The status of a run that still has a process stays, and
+    the result is None: the launcher that asks may be that of a start that was refused, or of a node
+    that the run has lost. Takes up to `PATIENCE` seconds, or `HEARTBEAT_SECONDS` more for a run of
+    another host.
     """
-    status = read_status(run_dir)
-    if status is None or status.state != "running":
+    status = _cut_short(run_dir)
+    if status is None:
         return _recorded(run_dir)
-    names = [path.name.removeprefix("rank_") for path in (run_dir / FOLDER).glob("rank_*")]
-    ranks = sorted(int(name) for name in names if name.isdigit())
-    found = sightings(run_dir / FOLDER, attempt=status.attempt, ranks=ranks)
+    found = latest_sightings(run_dir, status)
     failed = dataclasses.replace(
         Status(state="failed", exit_code=PeerError.exit_code, attempt=status.attempt),
         reason="every process ended without a report: killed, or left early",
@@ -323,6 +327,60 @@ def find_out(run_dir: Path) -> int | None:
     write_status(run_dir, failed)
     print(failed.reason, file=sys.stderr)
     return PeerError.exit_code
+
+
+def _cut_short(run_dir: Path) -> Status | None:
+    """Return the status "running" of a run that has no process; None for any other run."""
+    began, first = time.monotonic(), None
+    while (status := read_status(run_dir)) is not None and status.state == "running":
+        first = first or last_sign(run_dir, latest_sightings(run_dir, status))
+        seconds = time.monotonic() - began
+        if is_held(run_dir, status):
+            # A process that was killed may need a moment to be gone.
+            if seconds >= PATIENCE:
+                return None
+        elif status.host == socket.gethostname() or first is None:
+            return status
+        # Without locks between hosts, a run that was just killed shows by its silence alone.
+        elif last_sign(run_dir, latest_sightings(run_dir, status)) != first:
+            return None
+        elif seconds >= HEARTBEAT_SECONDS + PATIENCE:
+            return status
+        time.sleep(_LOOK_AGAIN)
+    return None
+
+
+def is_held(run_dir: Path, status: Status) -> bool:
+    """Return whether the kernel shows a process of a run whose status is "running".
+
+    False for a process on another host if the disk has no locks between hosts.
+    """
+    try:
+        check_free(run_dir)
+    except RunFolderInUse:
+        return True
+    return status.host == socket.gethostname() and not is_gone(status)
+
+
+def latest_sightings(run_dir: Path, status: Status) -> list[RankStatus]:
+    """Return the latest records of the ranks of a start, as far as the folder has them.
+
+    A run of one rank keeps none.
+    """
+    names = [path.name.removeprefix("rank_") for path in (run_dir / FOLDER).glob("rank_*")]
+    ranks = sorted(int(name) for name in names if name.isdigit())
+    return sightings(run_dir / FOLDER, attempt=status.attempt, ranks=ranks)
+
+
+def last_sign(run_dir: Path, seen: Sequence[RankStatus]) -> float | None:
+    """Return the time of the last sign of life, in seconds since the epoch; None without any.
+
+    A sign of life is a heartbeat of the ranks in `seen`, or a touch of the lock.
+    """
+    stamps = [one.alive for one in seen]
+    with suppress(OSError):
+        stamps.append((run_dir / LOCK).stat().st_mtime)
+    return max(stamps, default=None)
 
 
 def _recorded(run_dir: Path) -> int | None:

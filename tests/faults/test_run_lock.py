@@ -18,6 +18,8 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.fault_tolerance import run_lock
+from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
+from megatron.fault_tolerance.root_cause import find_out
 from megatron.fault_tolerance.run_lock import (
     LOCK,
     STALE_SECONDS,
@@ -26,6 +28,8 @@ from megatron.fault_tolerance.run_lock import (
     check_free,
 )
 from megatron.run_dir import lock_run_dir
+from megatron.status import Status, read_status, write_status
+from tests.faults.starting import SCRIPT, start_launcher
 from tests.training.harness import TINY
 
 REPO = Path(__file__).resolve().parents[2]
@@ -196,6 +200,55 @@ def test_a_second_start_is_refused_at_once_and_touches_nothing(tmp_path: Path) -
     )
     assert (tmp_path / "status.json").read_text() == "untouched"
     assert {path.name for path in tmp_path.iterdir()} == {"status.json", LOCK}
+
+
+WAIT = f"""
+import runpy, sys, time
+from pathlib import Path
+while not Path(__file__).with_name("go").exists():
+    time.sleep(0.01)
+sys.argv[0] = {SCRIPT!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_refused_start_leaves_the_run_that_its_launcher_saw_begin(tmp_path: Path) -> None:
+    """The status is newer than the second launcher, which must not take it for its own run's."""
+    run_dir, late = tmp_path / "run", tmp_path / "late.py"
+    late.write_text(WAIT)
+    flags = "--global-batch-size 2 --train-iters 8"
+    second = start_launcher(1, run_dir, flags, PROGRAM=str(late))
+    time.sleep(1)
+    first = start_launcher(1, run_dir, flags)
+    while (status := read_status(run_dir)) is None and first.processes[0].poll() is None:
+        time.sleep(0.01)
+    assert status is not None and status.state == "running"
+    os.kill(status.pid, signal.SIGSTOP)
+    try:
+        (tmp_path / "go").touch()
+        refused = second.finish()
+    finally:
+        os.kill(status.pid, signal.SIGCONT)
+    assert refused.codes == [2] and f"in use by process {status.pid} on" in refused.all_stderr
+    ended = first.finish()
+    assert ended.codes == [0], ended.all_stderr
+    assert (ended.status["state"], ended.status["attempt"]) == ("done", status.attempt)
+
+
+def test_a_run_of_another_host_is_cut_short_once_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk without locks between hosts shows the process of another host by its signs of life."""
+    write_status(tmp_path, Status(state="running", attempt="a", host="elsewhere", pid=1))
+    beat = Heartbeat(tmp_path / FOLDER, rank=1, attempt="a")
+    beat.at("reduce", 6)
+    monkeypatch.setattr("megatron.fault_tolerance.root_cause.HEARTBEAT_SECONDS", -1.5)
+    monkeypatch.setattr("megatron.fault_tolerance.root_cause.time.sleep", lambda _: beat.alive())
+    assert find_out(tmp_path) is None
+    monkeypatch.setattr("megatron.fault_tolerance.root_cause.time.sleep", lambda _: None)
+    assert find_out(tmp_path) == 6
+    told = read_status(tmp_path)
+    assert told is not None and (told.state, told.rank, told.phase) == ("failed", 1, "reduce")
 
 
 def test_one_folder_of_checkpoints_has_one_run(tmp_path: Path) -> None:
