@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.checkpoint.find import CHECKPOINTS, ENVIRONMENT, SAVE, save_directory
 from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, brief_settings, to_yaml
 from megatron.config.compilation import choose_compilation
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from megatron.training import TrainOutcome, TrainState
 
 CONFIG = "config.yaml"
-ENVIRONMENT = "environment.json"
 _PACKAGES = ("sparsetron", "torch", "numpy", "safetensors", "pyyaml", "apex", "mpi4py")
 
 
@@ -102,14 +102,18 @@ def _failing(run_dir: Path, name: str = "run_dir") -> Iterator[None]:
 def keep_config(config: Config, run_dir: Path) -> None:
     """Write the resolved configuration and the versions, once the run is sure to train with them.
 
+    The folder of `--save`, which the configuration file leaves out, is recorded with the versions.
     A start that was refused or that only evaluates leaves the files of the run that trained. Raises
     `ConfigError` if the files cannot be written, and then leaves no partial file.
     """
     if config.training.skip_train and (run_dir / CONFIG).exists():
         return
+    save, facts = os.path.abspath(save_directory(config, run_dir)), environment()
+    if os.path.realpath(save) != os.path.realpath(run_dir / CHECKPOINTS):
+        facts[SAVE] = save
     with _failing(run_dir):
         replace_text(run_dir / CONFIG, to_yaml(config))
-        replace_text(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1) + "\n")
+        replace_text(run_dir / ENVIRONMENT, json.dumps(facts, indent=1) + "\n")
 
 
 def environment() -> dict[str, object]:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.find import checkpoints_folder, list_steps  # noqa: E402
+from megatron.checkpoint.find import CHECKPOINTS, list_steps, recorded_directory  # noqa: E402
 from megatron.checkpoint.format import Manifest  # noqa: E402
 from megatron.checkpoint.verify import verify_folder  # noqa: E402
 from megatron.closed_pipe import end_with_reader  # noqa: E402
@@ -168,8 +168,8 @@ def _age(run: Path, seen: Sequence[RankStatus]) -> float | None:
 
 
 def _newest_good(run: Path, found: Standing, *, verify: bool) -> Manifest | None:
-    folder = checkpoints_folder(run)
-    if folder == run:
+    folder = recorded_directory(run)
+    if not folder.exists():
         return None
     listing = list_steps(folder)
     found.damaged = [path.name for path in listing.damaged]
@@ -198,24 +198,27 @@ def _last_recorded(run: Path) -> int:
 
 
 def _next_command(run: Path, found: Standing) -> str:
-    """Return the command to type next, or advice with a command.
-
-    A run folder has its configuration, so that resuming needs no other flag.
-    """
+    """Return the command to type next, or advice with a command."""
     if found.state == "running":
         return shlex.join(["tail", "-f", str(run / LOG)])
     if found.state == "done":
         return shlex.join(["python", "tools/report.py", str(run)])
     if found.state == "failed" and "free some space" in found.why:
         # The checkpoints on disk are whole: a save without space leaves them unchanged.
-        disk = shlex.join(["df", "-h", str(run), str(checkpoints_folder(run))])
+        disk = shlex.join(["df", "-h", str(run), str(recorded_directory(run))])
         return f"free some space ({disk}), then: {_start_again(run, found)}"
     if found.exit_code == CheckpointError.exit_code:
-        return shlex.join(["python", "tools/verify_checkpoint.py", str(run)])
+        folder = recorded_directory(run)
+        place = run if folder == run / CHECKPOINTS else folder
+        return shlex.join(["python", "tools/verify_checkpoint.py", str(place)])
     return _start_again(run, found)
 
 
 def _start_again(run: Path, found: Standing) -> str:
+    """Return the command that resumes the run.
+
+    The configuration in a run folder has every setting that the run must keep but `--save`.
+    """
     if found.job:
         # The job may be in the queue again, and it may have run on several machines.
         return f"squeue -j {found.job}; if it is not there any more, submit the same again"
@@ -229,7 +232,9 @@ def _start_again(run: Path, found: Standing) -> str:
     if found.ranks is not None:
         variables["RANKS_PER_NODE"] = str(found.ranks)
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    return " ".join([*words, "scripts/launch.sh"])
+    folder = recorded_directory(run)
+    flags = "" if folder == run / CHECKPOINTS else f" -- {shlex.join(['--save', str(folder)])}"
+    return f"{' '.join(words)} scripts/launch.sh{flags}"
 
 
 def in_words(found: Standing) -> str:

@@ -6,6 +6,7 @@ The folders are the truth; the file `latest` is a hint.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder of step folders in a run folder."""
+ENVIRONMENT = "environment.json"
+"""Name of the file of a run folder with facts about the last start that trained."""
+SAVE = "save"
+"""Key of `ENVIRONMENT` with the absolute path of `--save`, absent if it is the default."""
 
 _STEP = re.compile(r"step_(\d{8,})(?:\.(replaced|damaged|tmp)-([0-9a-f]+))?")
 
@@ -317,6 +322,15 @@ class Keeper:
 def save_directory(config: Config, run_dir: Path) -> Path:
     """Return the folder for checkpoints of a run."""
     return Path(config.checkpoint.save) if config.checkpoint.save else run_dir / CHECKPOINTS
+
+
+def recorded_directory(run_dir: Path) -> Path:
+    """Return the folder to which the last start of a run saved, as the run folder records it."""
+    try:
+        recorded = json.loads((run_dir / ENVIRONMENT).read_text(encoding="utf-8"))[SAVE]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return run_dir / CHECKPOINTS
+    return Path(recorded) if isinstance(recorded, str) and recorded else run_dir / CHECKPOINTS
 
 
 @dataclass(frozen=True)

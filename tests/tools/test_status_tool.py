@@ -14,9 +14,12 @@ import pytest
 import torch
 
 from megatron.checkpoint.store import save_checkpoint
+from megatron.config import resolve
 from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
 from megatron.fault_tolerance.run_lock import LOCK, RunLock
+from megatron.run_dir import keep_config
 from megatron.status import Status, write_status
+from tests.config.helpers import read
 from tools.status import MEANINGS, main
 
 GONE = 2**22 - 3  # no process has it: beyond what this kernel hands out, or long gone
@@ -128,6 +131,23 @@ def test_a_job_goes_on_by_being_submitted_again(
     found = told(run, capsys)
     assert found["next_command"].startswith("squeue -j 4711;")
     assert "launch.sh" not in found["next_command"]
+
+
+def test_a_run_that_saves_elsewhere_goes_on_from_there(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saves = run.with_name("its saves")
+    (run / "checkpoints").rename(saves)
+    keep_config(resolve(read("--save", str(saves)), 1), run)
+    write_status(run, Status(state="left", left="STOP", exit_code=75))
+    found = told(run, capsys)
+    assert found["next_command"] == f"{same_command(run)} -- --save '{saves}'"
+    assert found["checkpoint_step"] == 4
+    write_status(run, Status(state="failed", exit_code=4, reason="damaged"))
+    verify = f"python tools/verify_checkpoint.py '{saves}'"
+    assert told(run, capsys)["next_command"] == verify
+    keep_config(resolve(read("--save", str(run / "checkpoints")), 1), run)
+    assert "save" not in json.loads((run / "environment.json").read_text())
 
 
 def test_messages_need_an_mpi_launcher(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
