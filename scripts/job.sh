@@ -52,15 +52,23 @@ print(*((status.state, status.left or "-", status.iteration) if status else "---
 PY
 }
 
-# The newest step that was saved, as far as folders (of --save, given as a flag) and the last
-# word of a run that left in order tell it.
+# Where the last start that trained saved, by the record of the run folder: --save may be a flag or
+# a key of the YAML file.
+saved_folder() {
+  PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" - "$RUN_DIR" 2>/dev/null <<'PY' || echo "$RUN_DIR/checkpoints"
+import sys
+from pathlib import Path
+from megatron.checkpoint.find import recorded_directory
+
+print(recorded_directory(Path(sys.argv[1])))
+PY
+}
+
+# The newest step that was saved, as far as folders and the last word of a run that left in order
+# tell it.
 saved_step() {
-  local newest=0 folder=$RUN_DIR/checkpoints previous='' argument number state iteration
-  for argument in "${flags[@]}"; do
-    [[ $argument != --save=* ]] || folder=${argument#*=}
-    [[ $previous != --save ]] || folder=$argument
-    previous=$argument
-  done
+  local newest=0 folder number state iteration
+  folder=$(saved_folder)
   for number in "$folder"/step_*; do
     number=${number##*/step_}
     if [[ $number =~ ^[0-9]{8,}$ ]] && ((10#$number > newest)); then newest=$((10#$number)); fi

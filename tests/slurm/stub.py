@@ -1,6 +1,7 @@
 """Stands in for pretrain_gpt.py where only the end of a start matters.
 
     --plan CODE[+][:LEFT],...      what each start of the job does, the last one again and again
+    --elsewhere                    save beside the run folder, as a YAML file may ask
 
 CODE is the exit code; + commits a step first, ten after that of the start before; LEFT is what
 status.json says it left for.
@@ -8,6 +9,7 @@ status.json says it left for.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from megatron.checkpoint.find import CHECKPOINTS, ENVIRONMENT, SAVE  # noqa: E402
 from megatron.status import State, Status, write_status  # noqa: E402
 
 STATES: dict[int, State] = {0: "done", 75: "left"}
@@ -26,8 +29,12 @@ if __name__ == "__main__":
     match = re.fullmatch(r"(\d+)(\+?)(?::([\w-]+))?", plan[min(start, len(plan) - 1)])
     assert match is not None
     code, step = int(match[1]), 10 * (start + 1)
+    folder = run_dir / CHECKPOINTS
+    if "--elsewhere" in sys.argv:
+        folder = run_dir.with_name(f"saves of {run_dir.name}")
+        (run_dir / ENVIRONMENT).write_text(json.dumps({SAVE: str(folder)}))
     if match[2]:
-        (run_dir / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        (folder / f"step_{step:08d}").mkdir(parents=True)
     state = STATES.get(code, "failed")
     write_status(
         run_dir,

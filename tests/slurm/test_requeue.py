@@ -31,6 +31,12 @@ CASES = {
         restarts=3,
         words="exit code 6 at step 20, from step 10: requeueing",
     ),
+    "saves-elsewhere": RequeueCase(
+        plan="75+,6+,6+,0 --elsewhere",
+        code=0,
+        restarts=3,
+        words="exit code 6 at step 30, from step 20: requeueing",
+    ),
     "stuck": RequeueCase(
         plan="75+,6,6", code=6, restarts=2, words="2 start(s) in a row brought nothing newer"
     ),
