@@ -152,6 +152,9 @@ command_of_srun() {
     lead=$(lead_seconds "$limit")
     command+=(--time "$TIME" --signal "USR1@$lead")
   fi
+  # A job that was submitted with --export=NONE hands the same to srun (SLURM_EXPORT_ENV), and ranks
+  # would lack what is exported here.
+  [[ " ${srun_flags[*]}" == *" --export"* ]] || command+=(--export=ALL)
   [[ -z ${LOG_DIR:-} ]] || command+=(--output "$LOG_DIR/%x-%j-%t.log" --open-mode=append)
   # Without it every rank would be the only one for MPI.
   if $needs_mpi && [[ " ${srun_flags[*]}" != *" --mpi"* ]]; then

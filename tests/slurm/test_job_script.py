@@ -99,6 +99,24 @@ def test_a_printed_script_can_be_submitted_from_any_folder(
     assert f"job {job.number} (restarted 0 times)" in job.log
 
 
+def test_ranks_of_a_job_without_the_users_environment_have_that_of_the_launcher(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    program = tmp_path / "show.py"
+    program.write_text("import os; print('threads', os.environ.get('OMP_NUM_THREADS'))\n")
+    job = cluster.submit(
+        tmp_path / "run",
+        "--seed 1",
+        sbatch=("--export=NONE",),
+        PROGRAM=str(program),
+        OMP_NUM_THREADS="3",
+    )
+    cluster.follow(limit=120)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job
+    (rank,) = (tmp_path / "run" / "logs").glob(f"run-{job.number}-0.log")
+    assert "threads 3" in rank.read_text()
+
+
 @pytest.mark.parametrize("site", SITES)
 def test_a_site_brings_its_ranks_and_cores(site: str, tmp_path: Path) -> None:
     shown = dry(tmp_path, SITE=site, NODES="2", LAUNCHER="", TIME="60")
