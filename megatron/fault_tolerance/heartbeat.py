@@ -136,12 +136,14 @@ class Heartbeat:
         self._rings: dict[str, tuple[int, int]] = {}
         self.last_call = ""
         """Description of the collective or message issued last, after a comma; empty before."""
-        self._file: mmap.mmap | None = None
+        self._file: int | None = None
+        """Descriptor of a file that peers read over a network."""
         self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
         if folder is not None:
             self._path = folder / f"rank_{rank}"
-            self._file = self._memory = _mapped(self._path)
-        self._across_hosts = across_hosts
+            self._memory = _mapped(self._path)
+            if across_hosts:
+                self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         host = socket.gethostname().encode()[:64]
         _OWNER.pack_into(self._memory, 0, attempt.encode(), os.getpid(), host)
         self.alive()
@@ -159,9 +161,11 @@ class Heartbeat:
     def alive(self) -> None:
         """Record that the process runs, even if its main thread does not."""
         _ALIVE.pack_into(self._memory, _ALIVE_AT, time.time())
-        if self._file is not None and self._across_hosts:
+        if self._file is not None:
+            # Linux writes mapped pages, too. The mapping's own flush would keep the interpreter's
+            # lock, and with it the main thread, until a slow disk has answered.
             with suppress(OSError):
-                self._file.flush()
+                os.fdatasync(self._file)
 
     def called(self, number: int, what: str, group: str = WORLD) -> None:
         """Record that the rank is about to issue its `number`-th collective over `group`."""
@@ -190,6 +194,9 @@ class Heartbeat:
     def close(self) -> None:
         """Remove the file at an orderly end, and the folder once it is empty."""
         self.at("done")
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
         if self._path is not None:
             with suppress(OSError):
                 self._path.unlink()

@@ -8,6 +8,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +24,12 @@ from megatron.fault_tolerance.desync import find_parting, find_parting_of
 from megatron.fault_tolerance.heartbeat import FOLDER, LOOK, Heartbeat, calls, sightings
 from megatron.fault_tolerance.root_cause import _LOOK_BYTES, _POLL, PATIENCE, RingCheck, RootCause
 from megatron.status import Status, read_status
+from tests.faults.starting import REPO
 
 WORLD = 1024
 ODD = 611
 PER_NODE = 8
+STRACE = shutil.which("strace")
 
 
 class Reads:
@@ -53,6 +58,37 @@ def _rank(run_dir: Path, rank: int, odd: bool, steps: int = 20) -> Heartbeat:
             what = f"{len(extra)} too many" if group in extra else f"sum of 768 in {group[:2]}"
             beat.called(numbers[group], what, group)
     return beat
+
+
+SLOW_DISK = """
+import sys, threading, time
+from pathlib import Path
+from megatron.fault_tolerance.heartbeat import Heartbeat
+beat = Heartbeat(Path(sys.argv[1]), attempt="a", across_hosts=True)
+thread = threading.Thread(target=beat.alive)
+last, longest = time.monotonic(), 0.0
+thread.start()
+while thread.is_alive():
+    time.sleep(0.01)
+    now = time.monotonic()
+    last, longest = now, max(longest, now - last)
+print(longest)
+"""
+
+
+@pytest.mark.skipif(
+    not (STRACE and subprocess.run([STRACE, "-qq", "true"], capture_output=True).returncode == 0),
+    reason="needs strace, and a machine that lets it trace",
+)
+def test_a_slow_disk_does_not_stop_the_main_thread(tmp_path: Path) -> None:
+    calls = "fsync,fdatasync,msync"
+    slow = ("-e", f"trace={calls}", "-e", f"inject={calls}:delay_enter=2000000")
+    command = [str(STRACE), "-f", "-qq", "-o", str(tmp_path / "trace"), *slow]
+    command += [sys.executable, "-c", SLOW_DISK, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "sync(" in (tmp_path / "trace").read_text()
+    assert float(done.stdout) < 1
 
 
 def _causes(run_dir: Path, rank: int) -> RootCause:
