@@ -590,11 +590,13 @@ def _choose_device(launch: Launch, config: Config) -> torch.device:
         raise ConfigError("--device cuda: no CUDA device is seen; use --device cpu")
     if wanted == "cpu" or not seen:
         return torch.device("cpu")
-    bound = seen == 1 and launch.local_world_size > 1  # the launcher shows each rank one device
+    # These launchers may show each rank a device of its own; torchrun shows every rank the same.
+    bound = seen == 1 and launch.local_world_size > 1 and launch.launcher in ("srun", "mpiexec")
     if launch.local_rank >= seen and not bound:
         raise ConfigError(
             f"local rank {launch.local_rank}: only {seen} CUDA devices are seen; start at most "
-            f"{seen} ranks on this node, or bind one device to each and check CUDA_VISIBLE_DEVICES"
+            f"{seen} ranks on this node, or bind one device to each (srun, mpiexec) and check "
+            "CUDA_VISIBLE_DEVICES"
         )
     index = 0 if bound else launch.local_rank
     torch.cuda.set_device(index)

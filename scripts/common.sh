@@ -22,6 +22,23 @@ choose_python() {
   command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: not found"
 }
 
+# Prints how many GPUs a process that is started here sees: CUDA_VISIBLE_DEVICES, which nvidia-smi
+# ignores, may name fewer than there are.
+count_gpus() {
+  local seen names name
+  seen=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true)
+  if ((seen)) && [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    seen=0
+    IFS=, read -ra names <<<"$CUDA_VISIBLE_DEVICES"
+    # CUDA looks no further than the first name that is none, such as -1.
+    for name in "${names[@]}"; do
+      [[ $name =~ ^\ *([0-9]+\ *$|GPU-|MIG-) ]] || break
+      seen=$((seen + 1))
+    done
+  fi
+  echo "$seen"
+}
+
 # The comment at the top of a script, as its help.
 show_help() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "$1"; }
 

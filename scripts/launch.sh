@@ -83,7 +83,7 @@ fi
 choose_python
 
 if [[ -z ${RANKS_PER_NODE:-} ]]; then
-  RANKS_PER_NODE=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true)
+  RANKS_PER_NODE=$(count_gpus)
   ((RANKS_PER_NODE)) || RANKS_PER_NODE=1
 fi
 NODES=${NODES:-1}

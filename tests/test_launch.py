@@ -282,6 +282,25 @@ def test_only_a_device_has_hardware_queues(device: str, monkeypatch: pytest.Monk
         launch_module.start(launch, read(*stages))
 
 
+@pytest.mark.parametrize(
+    ("launcher", "seen", "index"),
+    [("srun", 1, 0), ("mpiexec", 1, 0), ("torchrun", 1, None), ("torchrun", 2, 1), ("srun", 2, 1)],
+)
+def test_ranks_of_torchrun_do_not_share_a_device(
+    launcher: str, seen: int, index: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun and mpiexec may bind a device to each rank, which then sees one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    launch = Launch(launcher=launcher, rank=1, world_size=2, local_rank=1, local_world_size=2)
+    if index is not None:
+        assert launch_module._choose_device(launch, read()) == torch.device("cuda", index)
+        return
+    with pytest.raises(ConfigError, match="local rank 1: only 1 CUDA devices are seen"):
+        launch_module._choose_device(launch, read())
+
+
 def test_fp32_products_and_convolutions_are_not_rounded_to_tf32() -> None:
     backends: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [backend.allow_tf32 for backend in backends]

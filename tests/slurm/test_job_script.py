@@ -128,6 +128,32 @@ def test_a_site_brings_its_ranks_and_cores(site: str, tmp_path: Path) -> None:
     assert r"--cpu-bind=verbose\,cores" in inside.stdout
 
 
+@pytest.mark.parametrize(
+    ("visible", "ranks"),
+    [
+        (None, 4),
+        ("0", 1),
+        ("2,3", 2),
+        ("GPU-8f6d, GPU-11aa,MIG-77c1", 3),
+        ("1,-1,2", 1),
+        ("", 1),
+        ("NoDevFiles", 1),
+    ],
+)
+def test_a_rank_is_started_for_each_visible_gpu(
+    visible: str | None, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: H100; done\n")
+    tool.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    shown = dry(tmp_path, LAUNCHER="")
+    assert f"1 node(s) x {ranks} rank(s)" in shown.stderr, shown.stderr
+
+
 def test_the_scheduler_of_summit_is_another(tmp_path: Path) -> None:
     shown = dry(tmp_path, SITE="summit", NODES="2", LAUNCHER="")
     assert shown.returncode == 0, shown.stderr
