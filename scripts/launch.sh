@@ -199,13 +199,21 @@ command_of_mpiexec() {
   fi
   $dry_run || command -v "$mpiexec" >/dev/null ||
     refuse "LAUNCHER=mpiexec: $mpiexec not found; run: pip install 'sparsetron[mpi]'"
-  # MPICH's kills every rank the moment one is lost, before they could tell which it was; they
-  # leave by themselves, with a word. A signal that ended one it must not even see.
-  if [[ $("$mpiexec" --version 2>/dev/null || true) == HYDRA* ]]; then
-    mpiexec_flags=(-disable-auto-cleanup "${mpiexec_flags[@]}")
-    # shellcheck disable=SC2016 # for that shell to expand
-    shell=(sh -c 'trap : HUP INT USR1 TERM; "$@"; exit $?' rank)
-  fi
+  # Without a word on it, a node gets as many ranks as it has slots, or all of them.
+  case $("$mpiexec" --version 2>/dev/null || true) in
+    HYDRA*)
+      # MPICH's kills every rank the moment one is lost, before they could tell which it was; they
+      # leave by themselves, with a word. A signal that ended one it must not even see.
+      mpiexec_flags=(-ppn "$RANKS_PER_NODE" -disable-auto-cleanup "${mpiexec_flags[@]}")
+      # shellcheck disable=SC2016 # for that shell to expand
+      shell=(sh -c 'trap : HUP INT USR1 TERM; "$@"; exit $?' rank)
+      ;;
+    *'Open MPI'* | *OpenRTE*)
+      # Two ways to map would be refused.
+      [[ " ${mpiexec_flags[*]}" == *" --map-by"* ]] ||
+        mpiexec_flags=(--map-by "ppr:$RANKS_PER_NODE:node" "${mpiexec_flags[@]}")
+      ;;
+  esac
   command=("$mpiexec" -n "$world" "${mpiexec_flags[@]}" "${shell[@]}" "$PYTHON" "${program[@]}")
 }
 

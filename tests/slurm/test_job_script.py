@@ -154,6 +154,24 @@ def test_a_rank_is_started_for_each_visible_gpu(
     assert f"1 node(s) x {ranks} rank(s)" in shown.stderr, shown.stderr
 
 
+@pytest.mark.parametrize(
+    ("version", "flags"),
+    [
+        ("HYDRA build details:", "-n 6 -ppn 3 -disable-auto-cleanup sh -c "),
+        ("mpiexec (OpenRTE) 4.1.6", "-n 6 --map-by ppr:3:node "),
+        ("mpiexec (Open MPI) 5.0.5", "-n 6 --map-by ppr:3:node "),
+        ("PALS 1.2", f"-n 6 {sys.executable} "),
+    ],
+)
+def test_mpiexec_is_told_the_ranks_of_a_node(version: str, flags: str, tmp_path: Path) -> None:
+    program = tmp_path / "mpirun"
+    program.write_text(f"#!/bin/sh\necho '{version}'\n")
+    program.chmod(0o755)
+    shown = dry(tmp_path, LAUNCHER="mpiexec", MPIEXEC=str(program), NODES="2", RANKS_PER_NODE="3")
+    assert shown.returncode == 0, shown.stderr
+    assert f"\nexec {program} {flags}" in shown.stdout
+
+
 def test_the_scheduler_of_summit_is_another(tmp_path: Path) -> None:
     shown = dry(tmp_path, SITE="summit", NODES="2", LAUNCHER="")
     assert shown.returncode == 0, shown.stderr
