@@ -52,6 +52,8 @@ for name in "${shown[@]}"; do
   [[ -z ${!name:-} ]] || printf 'environment  %s=%q\n' "$name" "${!name}"
 done
 
+sees_gpu() { [[ $(nvidia-smi -L 2>/dev/null || true) == GPU* ]]; }
+
 code=0
 "$PYTHON" "$repo/tools/doctor_host.py" "$run_dir" --nodes "${NODES:-1}" || code=$?
 # As launch.sh starts ranks: with what the site's file sets, in a shell of its own. A site without a
@@ -60,6 +62,8 @@ if [[ -f $site ]]; then
   (
     # shellcheck source=../scripts/site/local.env
     source "$site"
+    # A run trains on the GPUs that it finds, also where no site is named.
+    ! sees_gpu || DEVICE=cuda
     "$PYTHON" "$repo/tools/doctor_settings.py" --device "$DEVICE" --nodes "${NODES:-1}"
   ) || code=2
 fi
@@ -75,7 +79,7 @@ if ! why=$("$PYTHON" -c 'import torch' 2>&1); then
   exit 2
 fi
 
-if [[ -z ${RANKS_PER_NODE:-} && ${SITE:-local} == local ]] && ! { nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; then
+if [[ -z ${RANKS_PER_NODE:-} && ${SITE:-local} == local ]] && ! sees_gpu; then
   RANKS_PER_NODE=2
 fi
 export RANKS_PER_NODE=${RANKS_PER_NODE:-}

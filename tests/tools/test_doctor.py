@@ -66,6 +66,23 @@ def test_a_machine_whose_jobs_are_submitted_is_looked_at_in_an_allocation(tmp_pa
             assert (f"PROBLEM settings: {line}" in done.stdout) == ("SITE" in settings), done.stdout
 
 
+def test_a_machine_with_gpus_is_looked_at_as_one_without_a_site(tmp_path: Path) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    for gpus, is_problem in (("GPU 0: H100", True), ("No devices were found", False)):
+        tool.write_text(f"#!/bin/sh\necho '{gpus}'\n")
+        tool.chmod(0o755)
+        # Ranks are not started: the settings are told before.
+        done = doctor(
+            tmp_path / "run",
+            PATH=f"{tool.parent}:{os.environ['PATH']}",
+            TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
+            LAUNCHER="sbatch",
+        )
+        line = "PROBLEM settings: TORCH_NCCL_ASYNC_ERROR_HANDLING=0: no"
+        assert (line in done.stdout) == is_problem, done.stdout
+
+
 @pytest.mark.parametrize(
     ("environ", "words", "is_problem"),
     [
