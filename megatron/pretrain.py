@@ -58,6 +58,7 @@ from megatron.run_dir import (
     name_run_dir,
     prepare_run_dir,
     write_pictures,
+    writing_to,
 )
 
 if TYPE_CHECKING:
@@ -255,8 +256,8 @@ def run(
         )
     else:
         groups.world.raise_on_all_ranks(lambda: None)
-    origin = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
-    failures.heartbeat = heartbeat = open_heartbeat(launch, run_dir, failures.attempt)
+    origin, heartbeat = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
+    failures.heartbeat = heartbeat
     if launch.world_size > 1:
         groups.listen(heartbeat.called)
         before_abort(lambda: failures.report(PeerError("a library that joins the ranks gave up")))
@@ -275,7 +276,8 @@ def run(
             )
             if runtime.is_writer:
                 keep_config(config, run_dir)
-                cut_metrics(run_dir, trainer.progress.iteration)
+                with writing_to(run_dir):
+                    cut_metrics(run_dir, trainer.progress.iteration)
             trainer.peer_failure = failures.causes().known
             outcome = trainer.train()
             heartbeat.at("start")
@@ -339,37 +341,43 @@ def open_run(
     run_dir: Path,
     attempt: str,
     log: Callable[[str], None],
-) -> CheckpointSource | None:
-    """Open the run folder and choose the checkpoint to start from, on rank 0 for all ranks.
+) -> tuple[CheckpointSource | None, Heartbeat]:
+    """Open the run folder and the heartbeats, and choose on rank 0 the checkpoint to start from.
 
     Collective over the world.
     """
     from megatron.checkpoint.find import CheckpointSource, locate_checkpoint
     from megatron.fault_tolerance.consistency import compare_starts
 
-    def locate() -> str:
+    def locate() -> tuple[str, Heartbeat]:
+        heartbeat = open_heartbeat(runtime.launch, run_dir, attempt)
         if not runtime.is_writer:
-            return ""
+            return "", heartbeat
         if hung := prepare_run_dir(run_dir, attempt=attempt, nccl="nccl" in runtime.backend):
             log(f"collectives of an earlier start: {hung}")
         origin = locate_checkpoint(config, run_dir, log=log)
-        return json.dumps([str(origin.path), origin.own] if origin else None)
+        return json.dumps([str(origin.path), origin.own] if origin else None), heartbeat
 
     compare_starts(config, run_dir, groups.world)
-    found = json.loads(groups.world.all_gather_str(groups.world.raise_on_all_ranks(locate))[0])
-    return CheckpointSource(Path(found[0]), own=found[1]) if found else None
+    mine, heartbeat = groups.world.raise_on_all_ranks(locate)
+    found = json.loads(groups.world.all_gather_str(mine)[0])
+    return CheckpointSource(Path(found[0]), own=found[1]) if found else None, heartbeat
 
 
 def open_heartbeat(launch: Launch, run_dir: Path, attempt: str) -> Heartbeat:
-    """Open the heartbeat of this rank; with several ranks it is a file that peers can read."""
+    """Open the heartbeat of this rank; with several ranks it is a file that peers can read.
+
+    Raises `ConfigError` if the file cannot be written.
+    """
     if launch.world_size == 1:
         return Heartbeat(attempt=attempt)
-    return Heartbeat(
-        run_dir / FOLDER,
-        rank=launch.rank,
-        attempt=attempt,
-        across_hosts=launch.local_world_size < launch.world_size,
-    )
+    with writing_to(run_dir):
+        return Heartbeat(
+            run_dir / FOLDER,
+            rank=launch.rank,
+            attempt=attempt,
+            across_hosts=launch.local_world_size < launch.world_size,
+        )
 
 
 def build_groups(config: Config, launch: Launch) -> ProcessGroups:

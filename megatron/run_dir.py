@@ -51,7 +51,7 @@ def lock_run_dir(
     `name` is that of the setting which names the folder. Raises `ConfigError` if the folder cannot
     be made or is in use, before any of its files changes.
     """
-    with _failing(run_dir, name):
+    with writing_to(run_dir, name):
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
         if danger := open_to_all(run_dir):
             raise ConfigError(f"{name}: {run_dir.resolve()}: {danger}")
@@ -80,13 +80,14 @@ def prepare_run_dir(run_dir: Path, *, attempt: str = "", nccl: bool = False) -> 
     Returns one line on the dumps of collectives that an earlier start left, empty without any.
     Raises `ConfigError` if the folder cannot be written: at once, instead of at the first save.
     """
-    with _failing(run_dir):
+    with writing_to(run_dir):
         write_status(run_dir, signed(Status(state="running", attempt=attempt)))
         return clear_dumps(run_dir, nccl=nccl)
 
 
 @contextmanager
-def _failing(run_dir: Path, name: str = "run_dir") -> Iterator[None]:
+def writing_to(run_dir: Path, name: str = "run_dir") -> Iterator[None]:
+    """Raise `ConfigError` for an `OSError` of the body, which writes to the run folder."""
     try:
         yield
     except OSError as error:
@@ -111,7 +112,7 @@ def keep_config(config: Config, run_dir: Path) -> None:
     save, facts = os.path.abspath(save_directory(config, run_dir)), environment()
     if os.path.realpath(save) != os.path.realpath(run_dir / CHECKPOINTS):
         facts[SAVE] = save
-    with _failing(run_dir):
+    with writing_to(run_dir):
         replace_text(run_dir / CONFIG, to_yaml(config))
         replace_text(run_dir / ENVIRONMENT, json.dumps(facts, indent=1) + "\n")
 

@@ -13,6 +13,7 @@ calls, so a reader of a thousand headers needs the rings of the few ranks whose 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import signal
@@ -54,6 +55,7 @@ _TAILS_AT = _ALIVE_AT + _ALIVE.size
 _CALLS_AT = _TAILS_AT + _RINGS * _TAIL.size
 _SIZE = _CALLS_AT + _RINGS * _RING
 WORLD = "world"
+_NO_FALLOCATE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,8 @@ class Heartbeat:
         folder: Folder of the heartbeat files; None keeps the record in this process.
         attempt: Name of this start of the run, at most 16 ASCII characters.
         across_hosts: Whether peers read the file over a network; `alive` then writes it out.
+
+    Raises `OSError` if the file cannot be written or the disk has no room for it.
     """
 
     def __init__(
@@ -319,5 +323,19 @@ def _mapped(path: Path) -> mmap.mmap:
     # A process of an earlier start may still map its file, so that file is never written.
     path.unlink(missing_ok=True)
     with open(path, "xb+") as file:
-        file.truncate(_SIZE)
+        try:
+            _allocate(file.fileno())
+        except OSError:
+            path.unlink()
+            raise
         return mmap.mmap(file.fileno(), _SIZE)
+
+
+def _allocate(descriptor: int) -> None:
+    """Give the file its blocks; a full disk would end the process at its first write to a page."""
+    try:
+        os.posix_fallocate(descriptor, 0, _SIZE)
+    except OSError as error:
+        if error.errno not in _NO_FALLOCATE:
+            raise
+        os.ftruncate(descriptor, _SIZE)

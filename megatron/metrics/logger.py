@@ -190,7 +190,7 @@ def cut_metrics(run_dir: str | Path, step: int) -> int:
     The lines go to `metrics.jsonl.cut-N`, where N is the first free number, together with
     unreadable lines that a crash left at the end. A run that starts over (`step` 0) keeps no line,
     since it evaluates iteration 0 again. Call on one rank before `Metrics` is created. Returns the
-    number of JSON lines moved.
+    number of JSON lines moved. Raises `OSError`, and then leaves the files as they were.
     """
     run_dir = Path(run_dir)
     number = 1
@@ -201,19 +201,24 @@ def cut_metrics(run_dir: str | Path, step: int) -> int:
         return 0
     kept, cut = path.with_name(path.name + ".tmp"), path.with_name(f"{path.name}.cut-{number}")
     moved = 0
-    with open(kept, "wb") as keep, open(cut, "wb") as away:
-        for line in lines_of(path):
-            values = parse_line(line)
-            stays = values is not None and 0 < step >= int(values["iteration"] or 0)
-            (keep if stays else away).write(line if line.endswith(b"\n") else line + b"\n")
-            moved += not stays
-        _synchronize(keep)
-        _synchronize(away)
-    if moved:
-        os.replace(kept, path)
-    else:
-        kept.unlink()
-        cut.unlink()
+    try:
+        with open(kept, "wb") as keep, open(cut, "wb") as away:
+            for line in lines_of(path):
+                values = parse_line(line)
+                stays = values is not None and 0 < step >= int(values["iteration"] or 0)
+                (keep if stays else away).write(line if line.endswith(b"\n") else line + b"\n")
+                moved += not stays
+            _synchronize(keep)
+            _synchronize(away)
+        if moved:
+            os.replace(kept, path)
+    except OSError:
+        moved = 0
+        raise
+    finally:
+        if not moved:
+            kept.unlink(missing_ok=True)
+            cut.unlink(missing_ok=True)
     return moved
 
 

@@ -91,6 +91,54 @@ def test_a_slow_disk_does_not_stop_the_main_thread(tmp_path: Path) -> None:
     assert float(done.stdout) < 1
 
 
+MOUNT = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'
+FULL = """
+import sys
+from pathlib import Path
+from megatron.errors import ConfigError
+from megatron.launch import Launch
+from megatron.pretrain import open_heartbeat
+run_dir = Path(sys.argv[1]) / "run"
+run_dir.mkdir()
+try:
+    (run_dir / "full").write_bytes(bytes(1 << 20))
+except OSError:
+    pass
+launch = Launch(launcher="torchrun", rank=0, world_size=2, local_rank=0, local_world_size=2)
+try:
+    open_heartbeat(launch, run_dir, "a")
+except ConfigError as error:
+    print(error, list((run_dir / "heartbeat").iterdir()))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+def test_a_full_disk_refuses_the_start(tmp_path: Path) -> None:
+    """Without blocks of its own a mapped file ends the process at its first write to a page."""
+    command = ["unshare", "--mount", "sh", "-c", MOUNT, str(tmp_path)]
+    command += [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    if "mount: " in done.stderr or "unshare: " in done.stderr:
+        pytest.skip(f"this machine lets root mount nothing: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert "run_dir: " in done.stdout and "No space left on device; free some" in done.stdout
+    assert done.stdout.endswith(" []\n"), "no part of the file is left"
+
+
+def test_a_disk_that_cannot_reserve_blocks_keeps_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    beat = Heartbeat(tmp_path, attempt="a")
+    beat.at("reduce", 3)
+    (seen,) = sightings(tmp_path, attempt="a", ranks=[0])
+    beat.close()
+    assert (seen.step, seen.phase) == (3, "reduce")
+
+
 def _causes(run_dir: Path, rank: int) -> RootCause:
     first = rank - rank % PER_NODE
     return RootCause(

@@ -88,6 +88,19 @@ def test_cuts_are_numbered_and_a_cut_of_nothing_leaves_no_file(tmp_path: Path) -
     assert [line["iteration"] for line in lines_of(tmp_path, "metrics.jsonl.cut-2")] == [3, 4]
 
 
+def test_a_full_disk_cuts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _train(tmp_path, 1, 6)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        cut_metrics(tmp_path, 4)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     "torn", [b'{"iteration": 3, "lm_lo', b'{"iteration": 3, "lm_loss": 1.0}', b"\x00\xff\x00", b"["]
 )
