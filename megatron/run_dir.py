@@ -75,7 +75,7 @@ def lock_folders(
 
 
 def prepare_run_dir(run_dir: Path, *, attempt: str = "", nccl: bool = False) -> str:
-    """Write the status "running" to the run folder, and make room for dumps of NCCL.
+    """Write the status "running" to the run folder, and make room for dumps of collectives.
 
     Returns one line on the dumps of collectives that an earlier start left, empty without any.
     Raises `ConfigError` if the folder cannot be written: at once, instead of at the first save.

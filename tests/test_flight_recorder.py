@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from megatron.fault_tolerance import flight_recorder
 from megatron.fault_tolerance.flight_recorder import (
+    EARLIER,
     FOLDER,
     clear_dumps,
     explain,
@@ -82,6 +84,32 @@ def test_ranks_that_lag_are_named_and_the_oldest_wait_counts(tmp_path: Path) -> 
     assert explain(tmp_path).startswith(line.replace("2 of dp", "1 of dp").replace("[2,", "[1,"))
     assert clear_dumps(tmp_path, nccl=False).startswith("nccl all_reduce 1 of dp of 0")
     assert explain(tmp_path, 5) == ""
+
+
+def test_a_start_reads_a_bounded_number_of_dumps_and_keeps_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait meanwhile, and a world of thousands leaves as many dumps."""
+    read: list[str] = []
+    plain = flight_recorder.read_dump
+
+    def counted(path: Path) -> Any:
+        read.append(path.name)
+        return plain(path)
+
+    monkeypatch.setattr(flight_recorder, "MOST_READ", 4)
+    monkeypatch.setattr(flight_recorder, "read_dump", counted)
+    for rank in range(7):
+        dump(tmp_path, rank, [entry(1), entry(2, state="started")], members="0-6")
+    said = clear_dumps(tmp_path, nccl=True)
+    names = [f"nccl_trace_rank_{rank}" for rank in range(7)]
+    assert read == names[::2] and "ranks 0, 2, 4, 6 wait, no rank lags" in said
+    assert f"(4 of 7 dumps were read; all are in {tmp_path / FOLDER / EARLIER})" in said
+    assert sorted(path.name for path in (tmp_path / FOLDER / EARLIER).iterdir()) == names
+    assert clear_dumps(tmp_path, nccl=True) == ""
+    dump(tmp_path, 0, [entry(1)])
+    clear_dumps(tmp_path, nccl=True)
+    assert [path.name for path in (tmp_path / FOLDER / EARLIER).iterdir()] == names[:1]
 
 
 def test_messages_and_a_collective_that_all_ranks_are_in(tmp_path: Path) -> None:

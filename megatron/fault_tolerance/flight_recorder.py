@@ -5,6 +5,7 @@ times out; a rank of a run that fails dumps the record of gloo, which torch does
 fails does not ask for that of NCCL: the call can wait for the device, and holds the interpreter.
 
     RUN/logs/nccl_trace_rank_N, gloo_trace_rank_N     pickles; torch's own reader takes them too
+    RUN/logs/earlier/                                 those of the start before, moved by the next
 
 A dump is read without torch, and builds no objects: a pickle that names a class is refused.
 """
@@ -15,8 +16,9 @@ import io
 import os
 import pickle
 import re
+import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -24,6 +26,10 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "logs"
+EARLIER = "earlier"
+"""Name of the folder in `FOLDER` of the dumps that the latest start has found."""
+MOST_READ = 256
+"""Maximum number of dumps that a start reads, 20 ms each, while the other ranks wait."""
 SETTINGS = {
     # The name of torch 2.13, its older name, and the value that a run sets.
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
@@ -53,17 +59,28 @@ def set_recorder_variables(run_dir: Path, environ: MutableMapping[str, str] | No
 
 
 def clear_dumps(run_dir: Path, *, nccl: bool) -> str:
-    """Remove the dumps of earlier starts of the run, and make the folder in which NCCL's must lie.
+    """Move the dumps of the start before aside, and make the folder in which NCCL's must lie.
 
-    Returns what the dumps say, since a job that goes back to the queue starts again unattended.
+    Returns what up to `MOST_READ` of them say, since a job that goes back to the queue starts again
+    unattended.
     """
-    said = explain(run_dir)
+    folder = run_dir / FOLDER
     if nccl:
-        (run_dir / FOLDER).mkdir(exist_ok=True, mode=0o750)
-    for path in (run_dir / FOLDER).glob("*_trace_rank_*"):
-        if _NAME.fullmatch(path.name.removesuffix(_PART)):
-            path.unlink(missing_ok=True)
-    return said
+        folder.mkdir(exist_ok=True, mode=0o750)
+    for part in folder.glob(f"*_trace_rank_*{_PART}"):
+        if _NAME.fullmatch(part.name.removesuffix(_PART)):
+            part.unlink(missing_ok=True)
+    found = _dumps(folder)
+    if not found:
+        return ""
+    aside = folder / EARLIER
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(exist_ok=True, mode=0o750)
+    dumps = [path.replace(aside / path.name) for path in found]
+    # Ranks that lag may be anywhere, so that dumps are left out evenly.
+    read = dumps[:: -(-len(dumps) // MOST_READ)]
+    most = f" ({len(read)} of {len(dumps)} dumps were read; all are in {aside})"
+    return _explain(read) + most * (len(read) < len(dumps))
 
 
 def write_dump(run_dir: Path, rank: int) -> None:
@@ -131,10 +148,14 @@ def explain(run_dir: Path, ranks: int | None = None) -> str:
 
     `ranks` is the size of the world, if known. The text is empty if there is no dump.
     """
+    return _explain(_dumps(run_dir / FOLDER), ranks)
+
+
+def _explain(paths: Sequence[Path], ranks: int | None = None) -> str:
     lines: dict[tuple[str, str, bool], _Line] = {}
     readable: set[int] = set()
     damaged: set[int] = set()
-    for path in _dumps(run_dir):
+    for path in paths:
         backend, rank = path.name.split("_")[0], int(path.name.rpartition("_")[2])
         try:
             members, records = read_dump(path)
@@ -203,9 +224,9 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"names {module_name}.{global_name}, as no dump does")
 
 
-def _dumps(run_dir: Path) -> Iterator[Path]:
-    paths = sorted((run_dir / FOLDER).glob("*_trace_rank_*"))
-    yield from (path for path in paths if _NAME.fullmatch(path.name))
+def _dumps(folder: Path) -> list[Path]:
+    paths = sorted(folder.glob("*_trace_rank_*"))
+    return [path for path in paths if _NAME.fullmatch(path.name)]
 
 
 def _group(about: str, name: str) -> str:
