@@ -342,6 +342,18 @@ def test_evaluations_go_forward_alone() -> None:
     each = evaluation_seconds(full.grid, full.site)
     assert each == pytest.approx(16 * pass_seconds(full.grid, full.site, 0).forward)
     assert full.queue.evaluating == pytest.approx(3 * 3 * each), "twice, and the test set"
+    for interval, times in ((30, 4 + 1), (1000, 1 + 1)):
+        flags = f"{MODEL} --recompute-granularity full --eval-interval {interval} --eval-iters 3"
+        found = plan_of(flags, 4).queue.evaluating
+        assert found == pytest.approx(times * 3 * each), "the last step is always evaluated"
+
+
+def test_a_full_validation_is_told_to_be_unknown() -> None:
+    said = "an evaluation takes --eval-iters batches here"
+    data = MODEL.replace("--mock-data", "--data-path corpus")
+    plain, full = plan_of(data, 4), plan_of(f"{data} --full-validation", 4)
+    assert not any(said in note for note in plain.notes)
+    assert any(said in note for note in full.notes)
 
 
 def test_stages_that_take_unequal_times_are_played_as_they_are() -> None:

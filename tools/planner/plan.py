@@ -241,8 +241,8 @@ class Plan:
         asked, evaluation = config.checkpoint, config.evaluation
         saves = -(-self.steps // asked.save_interval) if asked.save_interval else 1
         writes = self.checkpoint / (self.site.disk_rate * self.nodes)
-        # The test set is evaluated at the end.
-        times = self.steps // evaluation.eval_interval + evaluation.eval_at_start + 1
+        # The last step is always evaluated, and the test set after it.
+        times = -(-self.steps // evaluation.eval_interval) + evaluation.eval_at_start + 1
         each = evaluation.eval_iters * evaluation_seconds(self.grid, self.site)
         return Queue(self.steps * self.seconds.total, times * each, saves * writes)
 
@@ -258,6 +258,9 @@ class Plan:
                          " as with --compile false")  # fmt: skip
         if self.grid.config.training.rampup_batch_size:
             found.append("the batch grows; the numbers of a step are of the whole global batch")
+        if self.grid.config.evaluation.full_validation:
+            found.append("an evaluation takes --eval-iters batches here: how many --full-validation"
+                         " takes is known once the data are read")  # fmt: skip
         return found
 
 
