@@ -77,6 +77,8 @@ class Watchdog(threading.Thread):
         super().__init__(name="watchdog", daemon=True)
         self._heartbeat, self._causes, self._limit = heartbeat, causes, limit
         self._ended = threading.Event()
+        self._continued = 0.0
+        """Time at which a suspended process was found to run again."""
         self._interrupts = 0
         self._known_since: float | None = None
         self._status_seen: tuple[int, int] | None = None
@@ -103,9 +105,15 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Check signals, the main thread, status.json and the next rank every `TICK` seconds."""
+        last = time.monotonic()
         while not self._ended.is_set():
-            # In C, so that it works even if the interpreter does not run this thread any more.
-            faulthandler.dump_traceback_later(self._limit + 2 * SLACK, exit=True)
+            if self._causes.world_size > 1:
+                # In C, so that it works even if the interpreter does not run this thread any more.
+                # The timer goes on while a process is suspended, which a rank without peers may be.
+                faulthandler.dump_traceback_later(self._limit + 2 * SLACK, exit=True)
+            elif time.monotonic() - last > SLACK:
+                self._continued = time.monotonic()
+            last = time.monotonic()
             self._heartbeat.alive()
             self._look_at_interrupts()
             self._look_at_main_thread()
@@ -123,7 +131,8 @@ class Watchdog(threading.Thread):
             os._exit(EXIT_INTERRUPTED)
 
     def _look_at_main_thread(self) -> None:
-        phase, seconds = self._heartbeat.phase, self._heartbeat.seconds()
+        phase = self._heartbeat.phase
+        seconds = min(self._heartbeat.seconds(), time.monotonic() - self._continued)
         if phase == "leaving" and seconds > LEAVING_SECONDS:
             self._end()
         if phase in (*_MAY_TAKE_LONG, "leaving") or seconds <= self._limit + SLACK:

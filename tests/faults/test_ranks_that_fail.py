@@ -7,19 +7,27 @@ tools/faults.sh.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron.fault_tolerance import watchdog
 from megatron.fault_tolerance.flight_recorder import explain
+from megatron.fault_tolerance.heartbeat import Heartbeat
+from megatron.fault_tolerance.root_cause import RootCause
+from megatron.status import Status, read_status
 from tests.faults.starting import (
     FLAGS,
     TIMEOUT,
     TIMEOUT_SECONDS,
     Ended,
     losses,
+    send,
     start_launcher,
     start_ranks,
 )
@@ -217,6 +225,44 @@ def test_a_tracker_that_takes_long_to_close_does_not_change_the_code_of_a_failur
     fault = "slow-tracker:0:1:forward,raise:0:2:forward"
     ended = start_ranks(1, tmp_path, flags, fault=fault).finish()
     assert ended.codes == [1] and ended.status["exit_code"] == 1, ended.all_stderr
+
+
+def test_a_lone_rank_survives_a_suspension(tmp_path: Path) -> None:
+    """Slurm may suspend a job; no peer waits, so that the time does not count."""
+    flags = "--global-batch-size 2 --train-iters 4 --distributed-timeout-minutes 0.02"
+    run = start_ranks(1, tmp_path, flags, fault="stop:0:2:forward")
+    run.wait_for_fault(0)
+    time.sleep(1.2 + 2 * watchdog.SLACK + 2)
+    send(run, signal.SIGCONT, 0)
+    ended = run.finish()
+    assert ended.codes == [0], ended.all_stderr
+    assert (ended.status["state"], ended.status["iteration"]) == ("done", 4)
+
+
+@pytest.mark.parametrize(("pauses", "ends"), [((0.05, 1.0, 0.05), False), ((0.05,) * 12, True)])
+def test_only_the_time_in_which_the_watchdog_runs_counts(
+    pauses: Sequence[float], ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause of the watchdog's own thread shows that a lone rank was suspended."""
+    monkeypatch.setattr(watchdog, "SLACK", 0.2)
+    signed = Status(state="failed")
+    causes = RootCause(run_dir=tmp_path, attempt="a", rank=0, world_size=1, signed=signed)
+    beat = Heartbeat(attempt="a")
+    beat.at("forward", 1)
+    guard = watchdog.Watchdog(beat, causes, limit=0.1)
+    left = list(pauses)
+
+    def pause(*_: object) -> None:
+        time.sleep(left.pop(0))
+        if not left:
+            guard._ended.set()
+
+    monkeypatch.setattr(watchdog, "select", SimpleNamespace(select=pause))
+    monkeypatch.setattr(guard, "_end", guard._ended.set)
+    guard.run()
+    guard._signals.close()
+    guard._wakeup.close()
+    assert (read_status(tmp_path) is not None) == ends
 
 
 def test_a_lone_rank_that_hangs_is_ended(tmp_path: Path) -> None:
