@@ -344,23 +344,25 @@ def open_run(
 ) -> tuple[CheckpointSource | None, Heartbeat]:
     """Open the run folder and the heartbeats, and choose on rank 0 the checkpoint to start from.
 
-    Collective over the world.
+    All ranks share the hashing of the checkpoint. Collective over the world.
     """
     from megatron.checkpoint.find import CheckpointSource, locate_checkpoint
+    from megatron.checkpoint.shared_verify import SharedVerification
     from megatron.fault_tolerance.consistency import compare_starts
 
-    def locate() -> tuple[str, Heartbeat]:
-        heartbeat = open_heartbeat(runtime.launch, run_dir, attempt)
-        if not runtime.is_writer:
-            return "", heartbeat
+    world = groups.world
+    verification = SharedVerification(world.rank, world.all_gather_str)
+
+    def locate() -> str:
         if hung := prepare_run_dir(run_dir, attempt=attempt, nccl="nccl" in runtime.backend):
             log(f"collectives of an earlier start: {hung}")
-        origin = locate_checkpoint(config, run_dir, log=log)
-        return json.dumps([str(origin.path), origin.own] if origin else None), heartbeat
+        origin = locate_checkpoint(config, run_dir, log=log, verify=verification.verify)
+        return json.dumps([str(origin.path), origin.own] if origin else None)
 
-    compare_starts(config, run_dir, groups.world)
-    mine, heartbeat = groups.world.raise_on_all_ranks(locate)
-    found = json.loads(groups.world.all_gather_str(mine)[0])
+    compare_starts(config, run_dir, world)
+    heartbeat = world.raise_on_all_ranks(lambda: open_heartbeat(runtime.launch, run_dir, attempt))
+    located = world.raise_on_all_ranks(lambda: verification.lead(locate))
+    found = json.loads(world.all_gather_str(located or "")[0])
     return CheckpointSource(Path(found[0]), own=found[1]) if found else None, heartbeat
 
 

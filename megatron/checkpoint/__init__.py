@@ -5,6 +5,7 @@
     writer         the commit: either all ranks' files of a step are saved, or none
     reader         any box of any tensor, assembled from mapped slices (numpy)
     verify         checks of a step folder; recognition of other programs' checkpoints
+    shared_verify  the same checks, which all ranks of a run share
     find           the steps of a run: which exist, which to keep, which to start from
     store          `save_checkpoint`, `Checkpoint`, and the bytes that a rank writes (torch)
     state_dict     the tensors of a run, their names, and the rank that writes each part (torch)

@@ -29,6 +29,7 @@ from megatron.checkpoint.compatibility import (
 )
 from megatron.checkpoint.find import CheckpointSource, Keeper, save_directory
 from megatron.checkpoint.io import FILES, Files
+from megatron.checkpoint.shared_verify import SharedVerification
 from megatron.checkpoint.state_dict import RunStateDict
 from megatron.checkpoint.store import Checkpoint, LocalShard, Snapshots, save_checkpoint
 from megatron.config import Config
@@ -172,14 +173,17 @@ class Checkpointer:
         asked, world = self.config.checkpoint, self.groups.world
         self._directory = save_directory(self.config, self.run_dir)
         self._channel = world.new_gloo_group() if asked.async_save else world
+        self._verification = SharedVerification(
+            self._channel.rank, self._channel.all_gather_str, self.files
+        )
         self._keeper: Keeper | None = None
-        removes = asked.keep_last is not None or asked.save_retain_interval is not None
-        if removes and world.rank == 0:
+        if asked.keep_last is not None or asked.save_retain_interval is not None:
             self._keeper = Keeper(
                 directory=self._directory,
                 count=asked.keep_last or 1,
                 interval=asked.save_retain_interval,
                 log=self._notes.append,
+                verify=self._verification.verify,
                 files=self.files,
             )
 
@@ -235,9 +239,10 @@ class Checkpointer:
             files=self.files,
         )
         if self._keeper is not None:
-            removed = [folder.name for folder in self._keeper.prune()]
+            folders = self._verification.lead(self._keeper.prune) or []
+            removed = [folder.name for folder in folders]
             self._notes.extend([f"removed older checkpoints: {', '.join(removed)}"] * bool(removed))
-        # With the check of the files that `prune` makes, for which all ranks wait.
+        # With the check of the files that `prune` makes, which all ranks share.
         seconds = time.perf_counter() - began
         return _Written(iteration=iteration, path=path, seconds=seconds)
 

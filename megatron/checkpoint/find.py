@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,9 @@ ENVIRONMENT = "environment.json"
 """Name of the file of a run folder with facts about the last start that trained."""
 SAVE = "save"
 """Key of `ENVIRONMENT` with the absolute path of `--save`, absent if it is the default."""
+
+Verify = Callable[[Path], Manifest]
+"""Verifies a step folder and returns its manifest; raises `CheckpointError`."""
 
 _STEP = re.compile(r"step_(\d{8,})(?:\.(replaced|damaged|tmp)-([0-9a-f]+))?")
 
@@ -108,12 +112,12 @@ def find_checkpoint(
     log: Callable[[str], None],
     step: int | None = None,
     repair: bool = False,
-    hashes: bool = True,
+    verify: Verify | None = None,
     files: Files = FILES,
 ) -> Path | None:
     """Return the step folder to load: the newest that verifies, or the folder of `step`.
 
-    Damaged folders are logged. With `hashes`, a returned folder has been hashed completely, so that
+    Damaged folders are logged. By default a returned folder has been hashed completely, so that
     other ranks need not hash it.
 
     Args:
@@ -122,7 +126,7 @@ def find_checkpoint(
         step: The step to load; None: the newest good one.
         repair: Rename damaged folders to `.damaged-N` once a good one is found, and correct
             `latest`; on one rank only.
-        hashes: If False, read headers only, in milliseconds, for a check before a run.
+        verify: Verifies one step folder; None: `verify_folder`.
         files: The system calls.
 
     Returns:
@@ -133,15 +137,16 @@ def find_checkpoint(
             the checkpoint is of another program, or of a newer version of this one (`NewerFormat`).
     """
     path = Path(directory)
+    verify = verify or partial(verify_folder, files=files)
     with failing_as(path, "read"):
         if (path / MANIFEST_NAME).exists() or path.is_file():
-            return _check_one(path, step, hashes, files)
+            return _check_one(path, step, verify)
         path = checkpoints_folder(path)
         if not path.is_dir() and step is None:
             return None
         if path.is_dir() and (danger := open_to_all(path)):
             raise CheckpointError(f"{path}: {danger}")
-        return _find(path, step, log, repair, hashes, files)
+        return _find(path, step, log, repair, verify, files)
 
 
 def _find(
@@ -149,7 +154,7 @@ def _find(
     step: int | None,
     log: Callable[[str], None],
     repair: bool,
-    hashes: bool,
+    verify: Verify,
     files: Files,
 ) -> Path | None:
     listing = list_steps(path, files=files) if path.is_dir() else StepListing([], [], [])
@@ -159,25 +164,23 @@ def _find(
     if nothing and (kind := alien(path)):
         raise CheckpointError(f"{path}: {kind}")
     if step is not None:
-        return _explicit(path, step, listing.committed, hashes, files)
-    return None if nothing else _newest(path, listing, log, repair, hashes, files)
+        return _explicit(path, step, listing.committed, verify)
+    return None if nothing else _newest(path, listing, log, repair, verify, files)
 
 
-def _check_one(path: Path, step: int | None, hashes: bool, files: Files) -> Path:
+def _check_one(path: Path, step: int | None, verify: Verify) -> Path:
     if danger := open_to_all(path):
         raise CheckpointError(f"{path}: {danger}")
-    manifest = verify_folder(path, hashes=hashes, files=files)
+    manifest = verify(path)
     if step is not None and manifest.step != step:
         raise CheckpointError(f"{path}: is step {manifest.step}, asked for was step {step}")
     return path
 
 
-def _explicit(
-    path: Path, step: int, found: list[CommittedStep], hashes: bool, files: Files
-) -> Path:
+def _explicit(path: Path, step: int, found: list[CommittedStep], verify: Verify) -> Path:
     for folder in found:
         if folder.step == step:
-            verify_committed(folder, hashes=hashes, files=files)
+            verify_committed(folder, verify)
             return folder.path
     steps = ", ".join(str(number) for number in sorted({folder.step for folder in found}))
     raise CheckpointError(f"{path}: has no step {step}; steps found: {steps or 'none'}")
@@ -188,13 +191,13 @@ def _newest(
     listing: StepListing,
     log: Callable[[str], None],
     repair: bool,
-    hashes: bool,
+    verify: Verify,
     files: Files,
 ) -> Path:
     bad: list[CommittedStep] = []
     for folder in listing.committed:
         try:
-            verify_committed(folder, hashes=hashes, files=files)
+            verify_committed(folder, verify)
         except NewerFormat:
             raise
         except CheckpointError as error:
@@ -214,14 +217,12 @@ def _newest(
     )
 
 
-def verify_committed(
-    folder: CommittedStep, *, hashes: bool = True, files: Files = FILES
-) -> Manifest:
+def verify_committed(folder: CommittedStep, verify: Verify = verify_folder) -> Manifest:
     """Verify a folder and its name against the manifest, and return the manifest.
 
     Raises `CheckpointError`.
     """
-    manifest = verify_folder(folder.path, hashes=hashes, files=files)
+    manifest = verify(folder.path)
     if manifest.step != folder.step:
         raise CheckpointError(
             f"{folder.path / MANIFEST_NAME}: step: is {manifest.step}, the folder's name says "
@@ -261,6 +262,7 @@ class Keeper:
     count: int
     interval: int | None = None
     log: Callable[[str], None]
+    verify: Verify | None = None
     files: Files = FILES
     _verdicts: dict[Path, tuple[Stamp, bool]] = field(default_factory=dict)
 
@@ -297,7 +299,7 @@ class Keeper:
         if known == stamp:
             return good
         try:
-            verify_committed(folder, files=self.files)
+            verify_committed(folder, self.verify or partial(verify_folder, files=self.files))
             good = True
         except CheckpointError as error:
             good = False
@@ -346,18 +348,26 @@ class CheckpointSource:
 
 
 def locate_checkpoint(
-    config: Config, run_dir: Path, *, log: Callable[[str], None], look: bool = False
+    config: Config,
+    run_dir: Path,
+    *,
+    log: Callable[[str], None],
+    look: bool = False,
+    verify: Verify = verify_folder,
 ) -> CheckpointSource | None:
     """Return where to start from: the newest good checkpoint of this run, else of `--load`.
 
     Returns None to start at step 0. One rank calls this function for all. With `look` nothing is
-    renamed and no tensor is hashed, which suffices to find mistakes before a run starts.
+    renamed and no tensor is hashed, which takes milliseconds and suffices to find mistakes before a
+    run starts. Without `look`, `verify` verifies each folder that is considered, once.
 
     Raises:
         CheckpointError: Committed folders exist and none verifies; `--load` names another folder in
             which nothing was ever committed; `--ckpt-step` names a step of this run's own folder
             that is not its newest, since two histories would then share the later steps.
     """
+    # The folder of --ckpt-step is also the newest one, if it is of this run.
+    verify = cache(partial(verify_folder, hashes=False) if look else verify)
     asked = config.checkpoint
     own_place = save_directory(config, run_dir)
     elsewhere = asked.load is not None and (
@@ -374,16 +384,16 @@ def locate_checkpoint(
             log=log,
             step=own_step,
             repair=own_step is None and not look,
-            hashes=not look,
+            verify=verify,
         )
     if own is not None:
-        _refuse_to_branch(own, own_place, own_step, hashes=not look)
+        _refuse_to_branch(own, own_place, own_step, verify)
         return CheckpointSource(own, own=True)
     if asked.load is None:
         return None
     other = None
     if elsewhere:
-        other = find_checkpoint(asked.load, log=log, step=asked.ckpt_step, hashes=not look)
+        other = find_checkpoint(asked.load, log=log, step=asked.ckpt_step, verify=verify)
     if other is None and (elsewhere or asked.exit_on_missing_checkpoint):
         raise CheckpointError(
             f"{asked.load}: no checkpoint was ever committed there; check --load, or leave it "
@@ -392,10 +402,10 @@ def locate_checkpoint(
     return CheckpointSource(other, own=False) if other is not None else None
 
 
-def _refuse_to_branch(found: Path, directory: Path, step: int | None, *, hashes: bool) -> None:
+def _refuse_to_branch(found: Path, directory: Path, step: int | None, verify: Verify) -> None:
     if step is None:
         return
-    if find_checkpoint(directory, log=lambda text: None, hashes=hashes) != found:
+    if find_checkpoint(directory, log=lambda text: None, verify=verify) != found:
         raise CheckpointError(
             f"ckpt_step: {step} is not the newest of {directory}; to go another way from there, "
             f"give --load {directory} --ckpt-step {step} and a new --run-dir"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -341,14 +341,13 @@ class Checkpoint:
         self._reader = FolderReader(path, manifest)
 
     @classmethod
-    def open(cls, path: Path | str, *, verify: bool | Collection[str] = True) -> Checkpoint:
+    def open(cls, path: Path | str, *, verify: bool = True) -> Checkpoint:
         """Open a step folder.
 
         Args:
             path: The step folder.
-            verify: True checks all its contents. Names of files hash those files only, so that
-                ranks can share the work. False reads the manifest, and each file's header at first
-                use.
+            verify: True checks all its contents. False reads the manifest, and each file's header
+                at first use.
 
         Raises:
             CheckpointError: The folder is damaged; the error names file and key.
@@ -356,7 +355,7 @@ class Checkpoint:
         folder = Path(path)
         if verify is False:
             return cls(folder, read_manifest(folder))
-        return cls(folder, verify_folder(folder, hashes=verify))
+        return cls(folder, verify_folder(folder))
 
     def __enter__(self) -> Checkpoint:
         return self

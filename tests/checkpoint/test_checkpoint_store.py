@@ -351,7 +351,7 @@ def test_questions_that_have_no_answer(tmp_path: Path) -> None:
             saved.read_flat("t", 3, 13)
 
 
-def test_verifying_is_all_some_or_none(tmp_path: Path) -> None:
+def test_verifying_is_all_or_none(tmp_path: Path) -> None:
     path = Layout().save(tmp_path)
     bad = path / "rank_00002.safetensors"
     data = bytearray(bad.read_bytes())
@@ -359,11 +359,6 @@ def test_verifying_is_all_some_or_none(tmp_path: Path) -> None:
     bad.write_bytes(data)
     with pytest.raises(CheckpointError, match="rank_00002.safetensors: damaged"):
         Checkpoint.open(path)
-    with pytest.raises(CheckpointError, match="rank_00002.safetensors: damaged"):
-        Checkpoint.open(path, verify=[bad.name])
-    with pytest.raises(CheckpointError, match="no file 'other'"):
-        Checkpoint.open(path, verify=["other"])
-    Checkpoint.open(path, verify=["rank_00000.safetensors"]).close()
     Checkpoint.open(path, verify=False).close()
 
 
