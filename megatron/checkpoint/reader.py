@@ -1,6 +1,7 @@
 """A reader that assembles any box of any tensor of a checkpoint from its slices.
 
-Files are memory-mapped, so a rank loads only the pages under the boxes that it reads. Values are
+Files are memory-mapped, so a rank loads only the pages under the boxes that it reads. A map holds a
+file descriptor, so only the maps of the files that were used last are kept. Values are
 moved as integers of the same width, so that no bit can change. Imports no torch.
 """
 
@@ -28,6 +29,8 @@ from megatron.checkpoint.io import FILES, StoredTensor, opened
 from megatron.checkpoint.verify import check_header, read_header, slices_by_file
 from megatron.errors import CheckpointError
 
+MOST_MAPS = 128
+"""Maximum number of files that a reader keeps mapped; far below common limits of descriptors."""
 _INTEGER = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -42,13 +45,13 @@ class FolderReader:
         self.folder = folder
         self.manifest = manifest
         self._slices = slices_by_file(manifest)
-        self._files: dict[str, tuple[mmap.mmap, dict[str, StoredTensor]]] = {}
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
+        self._maps: dict[str, mmap.mmap] = {}  # by last use
 
     def close(self) -> None:
         """Unmap all files."""
-        for data, _ in self._files.values():
-            data.close()
-        self._files.clear()
+        # A map that still has views, as after an error, cannot be closed; it ends with its views.
+        self._maps.clear()
 
     def record(self, name: str) -> TensorRecord:
         """Return the record of a tensor. Raises `CheckpointError` if there is none."""
@@ -113,13 +116,18 @@ class FolderReader:
         return whole[slice(*part.range)]
 
     def _open(self, name: str) -> tuple[mmap.mmap, dict[str, StoredTensor]]:
-        if name not in self._files:
+        if name not in self._headers:
             header = read_header(self.folder, name, self.manifest)
             check_header(self.folder / name, header, self._slices[name])
+            self._headers[name] = header
+        data = self._maps.pop(name, None)
+        if data is None:
             with opened(FILES, self.folder / name) as (descriptor, _):
                 data = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-            self._files[name] = data, header
-        return self._files[name]
+        self._maps[name] = data
+        if len(self._maps) > MOST_MAPS:
+            del self._maps[next(iter(self._maps))]
+        return data, self._headers[name]
 
 
 def _shift(corner: tuple[int, ...], origin: tuple[int, ...], sign: int = 1) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import CheckpointRanks, rewrite_manifest, tree
+from checkpoint_helpers import CheckpointRanks, QuickFiles, rewrite_manifest, tree
 from safetensors import safe_open
 
 from megatron.checkpoint import store
+from megatron.checkpoint.reader import MOST_MAPS
 from megatron.checkpoint.store import Checkpoint, LocalShard, of_rank, owner, save_checkpoint, whole
 from megatron.errors import CheckpointError
 
@@ -253,7 +256,11 @@ class Layout:
         return paths[0]
 
 
-def test_any_region_of_any_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("maps", [1, MOST_MAPS])
+def test_any_region_of_any_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maps: int
+) -> None:
+    monkeypatch.setattr("megatron.checkpoint.reader.MOST_MAPS", maps)
     layout = Layout()
     draw = random.Random(5)
     with Checkpoint.open(layout.save(tmp_path)) as saved:
@@ -360,6 +367,39 @@ def test_verifying_is_all_or_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rank_00002.safetensors: damaged"):
         Checkpoint.open(path)
     Checkpoint.open(path, verify=False).close()
+
+
+def in_slices(directory: Path, count: int) -> Path:
+    """Save the tensor `t`, of which each of `count` ranks writes one entry to its file."""
+    ranks = CheckpointRanks(count)
+
+    def write(rank: int, gather: Any) -> Path:
+        shard = LocalShard("t", torch.tensor([rank]), (count,), (rank,), (rank + 1,))
+        sharing = {"rank": rank, "world": count, "gather": gather, "files": QuickFiles()}
+        return save_checkpoint(directory, step=1, tensors=[shard], state={}, **sharing)
+
+    return ranks.run(write)[0]
+
+
+def test_an_error_while_reading_is_told(tmp_path: Path) -> None:
+    path = in_slices(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="rank_00001.safetensors: cannot read"):
+        with Checkpoint.open(path) as saved:
+            (path / "rank_00001.safetensors").unlink()
+            saved.read("t")
+
+
+def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+    count = MOST_MAPS + 60
+    path = in_slices(tmp_path, count)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(os.listdir("/proc/self/fd")) + MOST_MAPS + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        with Checkpoint.open(path) as saved:
+            assert saved.read("t").tolist() == list(range(count))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_mask_that_does_not_fit_is_named(tmp_path: Path) -> None:
