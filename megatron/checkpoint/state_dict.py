@@ -466,8 +466,19 @@ class RunStateDict:
             bucket, _ = self.engine.place(name)
             read_scales(saved, self.groups, bucket, info, kind, state.scales)
         for file, flat in _per_entry(kind, name, state):
-            fill(self.engine, name, flat, held.read(saved, file))
+            if self.optimizer.is_sharded and self.engine.layout.mask(name) is None:
+                self._read_kept(saved, file, name, flat)
+            elif flat.numel():
+                fill(self.engine, name, flat, held.read(saved, file))
         return True
+
+    def _read_kept(self, saved: Checkpoint, file: str, name: str, flat: torch.Tensor) -> None:
+        """Read the entries that this rank keeps of a state that is stored whole, and no others."""
+        flat.zero_()  # vocabulary padding is in no file
+        for part in pieces(self.engine, name, flat):
+            box = {"box_start": part.start, "box_stop": part.stop}
+            first, past = part.flat or (0, volume((part.start, part.stop)))
+            part.values.copy_(saved.read_flat(file, first, past, **box))
 
     def take_path(self, saved: Checkpoint) -> None:
         """Load the state of the gradient path. Collective over the world."""

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.reader import FolderReader
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
-from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
+from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
 SHARED = "--use-distributed-optimizer"
 RADIUS = "--grad-path radius --radius-density 0.3 --radius-interval 3 --radius-start-iter 2"
@@ -84,3 +85,31 @@ def test_states_that_are_shared_out_change_no_bit(
                 assert torch.equal(weight, theirs["params"][name]), name
     for key in ("lm_loss", "grad_norm"):
         assert metrics_of(tmp_path / "plain", key)[:5] == metrics_of(tmp_path / "shared", key)
+
+
+def on_rank_resumes(groups: ProcessGroups, tp: int, flags: str, run_dir: Path) -> tuple[int, int]:
+    """Return the bytes that a rank reads of weights and moments, and those that it keeps."""
+    read = 0
+    fill = FolderReader.fill
+
+    def count(reader: FolderReader, out: Any, name: str, box: Any) -> None:
+        nonlocal read
+        read += out.nbytes * name.startswith(("param/", "exp_avg/", "exp_avg_sq/"))
+        fill(reader, out, name, box)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FolderReader, "fill", count)
+        flags = f"{flags} --tensor-model-parallel-size {tp}"
+        trainer = make_trainer(grid(groups, tp=tp), flags, run_dir)
+    kept = sum(tensor.nbytes for _, _, tensor in trainer.optimizer.tensors())
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return read, kept
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 1), (4, 1), (4, 2)])
+def test_a_rank_reads_only_what_it_keeps(ranks: Ranks, tmp_path: Path, world: int, tp: int) -> None:
+    flags = f"{TINY} {SHARED} --exit-interval 2"
+    ranks.run(world, on_rank, tp, flags, tmp_path)
+    for read, kept in ranks.run(world, on_rank_resumes, tp, flags, tmp_path):
+        assert 0 < read <= 1.1 * kept
