@@ -103,9 +103,15 @@ def of_rank(shard: LocalShard, *, data_parallel_rank: int, data_parallel_size: i
 
 
 def snapshot(shard: LocalShard) -> LocalShard:
-    """Return the shard with its tensor copied to host memory of its own."""
+    """Return the shard with its tensor copied to host memory of its own.
+
+    Raises `CheckpointError` if the memory cannot be allocated.
+    """
     tensor = shard.tensor.detach()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    try:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    except RuntimeError as error:
+        raise _no_memory(tensor.nbytes, "host memory", error) from None
     return replace(shard, tensor=copy.copy_(tensor))
 
 
@@ -154,11 +160,15 @@ class Snapshots:
         try:
             self._block = pinned_zeros(size, torch.uint8)
         except (OSError, RuntimeError) as error:
-            raise CheckpointError(
-                f"async_save: {size} bytes of page-locked host memory for a copy of this rank's "
-                f"state cannot be had ({str(error).partition(chr(10))[0]}); give the job more "
-                "memory, or start without --async-save"
-            ) from None
+            raise _no_memory(size, "page-locked host memory", error) from None
+
+
+def _no_memory(size: int, kind: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"async_save: {size} bytes of {kind} for a copy of this rank's state cannot be had "
+        f"({str(error).partition(chr(10))[0]}); give the job more memory, or start without "
+        "--async-save"
+    )
 
 
 def owner(sizes: Mapping[str, int], data_parallel_size: int) -> dict[str, int]:

@@ -107,6 +107,15 @@ def test_too_little_page_locked_memory_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert "out of memory" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_too_little_host_memory_is_told() -> None:
+    huge = torch.zeros(1).expand(2**60)
+    with pytest.raises(
+        CheckpointError, match=f"async_save: {2**62} bytes of host memory"
+    ) as caught:
+        Snapshots().take([whole("t", huge)])
+    assert "\n" not in str(caught.value)
+
+
 def saver_of(trainer: Any) -> Checkpointer:
     assert isinstance(trainer.saver, Checkpointer)
     return trainer.saver
