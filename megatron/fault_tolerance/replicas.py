@@ -21,12 +21,19 @@ from megatron.parallel.groups import Group, ProcessGroups
 
 _NAMED = 3
 """Parameters that an error lists; it counts the remaining ones."""
+_PIECE = 1 << 22
+"""Number of entries that are widened at a time, 32 MiB."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bit patterns of a tensor, an int64 scalar (wrapping)."""
-    return tensor.reshape(-1).view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+    bits = tensor.reshape(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # torch widens what it sums, which takes 8 bytes an entry.
+    for piece in bits.split(_PIECE):
+        total += piece.sum(dtype=torch.int64)
+    return total
 
 
 def checksums(optimizer: BucketOptimizer) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from megatron.data_parallel.bucket import ALIGNMENT, STATE_BLOCK, GradBucket, Pa
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.gradient_path import LayoutChange
 from megatron.data_parallel.reducer import ReducedGrad, SparseIndex, Step
-from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, coded_chunk
+from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, CUDA_CODED_CHUNK, coded_chunk
 from megatron.optimizer.coded_update import GradChunk, SparseGrad, fill_runs, update_chunk
 from megatron.optimizer.distributed_optimizer import ShardUpdates, StateShard, bind, encode
 from megatron.optimizer.host import beside
@@ -265,7 +265,11 @@ class BucketOptimizer:
         sums = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
         for bucket, state in zip(self.engine.buckets, self.states, strict=True):
             if self.engine.model_shard.owns(bucket):
-                sums += state.vectors[0].read().double().square().sum()
+                master, length = state.vectors[0], state.master.numel()
+                # Piece by piece, since fp64 takes twice the memory of the weights.
+                for start in range(0, length, CUDA_CODED_CHUNK):
+                    piece = master.cut(start, min(start + CUDA_CODED_CHUNK, length)).read()
+                    sums += piece.double().square_().sum()
         if self.is_sharded:
             groups.shards.all_reduce(sums, dist.ReduceOp.SUM)
         return math.sqrt(groups.sum_over_model(sums))

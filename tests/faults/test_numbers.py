@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,38 @@ def test_every_single_bit_changes_the_checksum(dtype: torch.dtype) -> None:
         assert checksum(values) != whole
         bits[17] ^= mask
     assert checksum(values) == whole == checksum(values.flip(0))
+
+
+def largest_allocation(work: Callable[[], Any]) -> int:
+    """Return the bytes of the largest tensor that an operation within `work` allocates."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        work()
+    return max(event.cpu_memory_usage for event in profile.events())
+
+
+def test_a_checksum_widens_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.fault_tolerance.replicas._PIECE", 1 << 10)
+    values = torch.randn(100_001)
+    assert checksum(values) == values.view(torch.int32).long().sum()
+    assert largest_allocation(lambda: checksum(values)) <= 8 << 10
+
+
+def on_rank_norm(groups: ProcessGroups, run_dir: Path) -> tuple[float, float, int]:
+    trainer = make_trainer(groups, TINY, run_dir)
+    optimizer = trainer.optimizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.optimizer.bucket_optimizer.CUDA_CODED_CHUNK", 1 << 10)
+        norm = optimizer.params_norm()
+        most = largest_allocation(optimizer.params_norm)
+    squares = sum(float(state.master.double().square().sum()) for state in optimizer.states)
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return norm, squares**0.5, most
+
+
+def test_the_norm_of_the_parameters_widens_a_piece_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
+    for norm, wanted, most in ranks.run(1, on_rank_norm, tmp_path):
+        assert norm == pytest.approx(wanted, rel=1e-14) and most <= 8 << 10
 
 
 def test_misspelt_faults_are_refused() -> None:
