@@ -532,7 +532,8 @@ def build_engine(
         cap=bucket_elements(config, groups.dp.size),
         grad_dtype=getattr(torch, config.precision.grad_dtype),
         overlap=config.parallel.overlap_grad_reduce,
-        stream=config.offload.optimizer_cpu_offload,
+        # Clipping needs the norm of all sums before the first update.
+        stream=config.offload.optimizer_cpu_offload and not config.optimizer.clip_grad,
         alignment=slice_alignment(config),
     )
 

@@ -84,11 +84,11 @@ def test_a_spike_is_skipped_while_sums_are_under_way(ranks: Ranks, tmp_path: Pat
         assert metrics_of(tmp_path / "a", key) == metrics_of(tmp_path / "b", key)
 
 
-def on_rank_told(groups: ProcessGroups, flags: str, run_dir: Path) -> str:
+def on_rank_told(groups: ProcessGroups, flags: str, run_dir: Path) -> tuple[str, bool]:
     trainer = make_trainer(groups, flags, run_dir)
     trainer.metrics.close()
     trainer.engine.detach()
-    return (run_dir / "log.txt").read_text()
+    return (run_dir / "log.txt").read_text(), trainer.engine.streams
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_the_log_tells_where_states_are_and_what_updates_wait_for(
     ranks: Ranks, tmp_path: Path, clip: int, said: str
 ) -> None:
     flags = f"{TINY} --bf16 --clip-grad {clip} {OFFLOADED}"
-    (text,) = ranks.run(1, on_rank_told, flags, tmp_path)
-    assert "host memory" in text and text.count(said) == 1
+    ((text, streams),) = ranks.run(1, on_rank_told, flags, tmp_path)
+    assert "host memory" in text and text.count(said) == 1 and streams == (not clip)
 
 
 def test_a_loss_divided_beforehand_trains_the_same(ranks: Ranks, tmp_path: Path) -> None:
