@@ -413,10 +413,6 @@ class Checkpoint:
         """Return the dtype that `read` returns."""
         return _DTYPES[self._reader.record(name).dtype]
 
-    def per_rank(self, name: str) -> bool:
-        """Return whether each data-parallel rank saved its own tensor."""
-        return self._reader.record(name).scope == DATA_PARALLEL
-
     def boxes(self, name: str) -> list[Box]:
         """Return the boxes of which the slices of a tensor are, in ascending order."""
         return sorted({part.box for part in self._reader.record(name).slices})

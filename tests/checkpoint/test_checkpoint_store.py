@@ -17,6 +17,7 @@ from checkpoint_helpers import CheckpointRanks, QuickFiles, rewrite_manifest, tr
 from safetensors import safe_open
 
 from megatron.checkpoint import store
+from megatron.checkpoint.format import DATA_PARALLEL, SHARED
 from megatron.checkpoint.reader import MOST_MAPS
 from megatron.checkpoint.store import Checkpoint, LocalShard, of_rank, owner, save_checkpoint, whole
 from megatron.errors import CheckpointError
@@ -281,7 +282,8 @@ def test_any_region_of_any_layout(
 def test_a_per_rank_tensor_knows_it_and_its_mean_is_one_line(tmp_path: Path) -> None:
     layout = Layout()
     with Checkpoint.open(layout.save(tmp_path)) as saved:
-        assert saved.per_rank("residual") and not saved.per_rank("rows")
+        scopes = {name: record.scope for name, record in saved.manifest.tensors.items()}
+        assert (scopes["residual"], scopes["rows"]) == (DATA_PARALLEL, SHARED)
         assert (saved.mask("pending"), saved.mask("rows")) == ("mask", None)
         assert same(saved.read("residual", (1, 0, 0), (2, 6, 10))[0], layout.full["residual"][1])
         assert saved.read("residual").mean(0).shape == layout.shape

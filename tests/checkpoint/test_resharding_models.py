@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.format import DATA_PARALLEL
 from megatron.checkpoint.store import Checkpoint
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
@@ -118,7 +119,7 @@ def digests(run_dir: Path) -> dict[str, str]:
     with Checkpoint.open(run_dir / "checkpoints" / f"step_{LEFT_AT:08d}") as step:
         for name in step.names():
             tensor = step.read(name)
-            if step.per_rank(name):
+            if step.manifest.tensors[name].scope == DATA_PARALLEL:
                 tensor = reduce(torch.Tensor.add, tensor.unbind(0)) / tensor.shape[0]
             content = f"{tensor.dtype} {list(tensor.shape)} {step.mask(name)}".encode()
             content += tensor.numpy().tobytes()
