@@ -90,6 +90,13 @@ def test_the_page_has_the_table_of_what_grows_with_the_ranks(plan: Any) -> None:
         assert name.split(",")[0].removesuffix(" to all") in known
     rows = plan(f"{command} --json")
     assert all(len(row["costs"]) == len(row["worlds"]) == 3 for row in rows)
+    # Every data-parallel rank writes a residual of its own.
+    manifest, radius = (
+        next(row["costs"] for row in each if "manifest" in row["costs"][0]["what"])
+        for each in (rows, plan(f"{command} --grad-path radius --json"))
+    )
+    for plain, ours in zip(manifest[1:], radius[1:], strict=True):
+        assert ours["nbytes"] > 1.5 * plain["nbytes"]
 
 
 def test_what_does_not_fit_is_told_what_does(plan: Any) -> None:

@@ -27,6 +27,8 @@ STORE_RATE = 50_000
 """Requests per second that the rendezvous store answers; assumed."""
 FILE_RATE = 50_000
 """Opens, creations or looks per second of a shared file system, of all clients; assumed."""
+HASH_RATE = 1e9
+"""Bytes per second that a rank hashes with SHA-256; assumed."""
 NEW_GROUP = 50e-6
 """Seconds of torch's `new_group` on a rank outside the group; assumed."""
 RECORD = 200
@@ -142,6 +144,12 @@ def _saves(plan: Plan) -> Iterator[ScaleCost]:
     tensors = sum(len(stage.rank.params) for stage in plan.stages) * dims.tp * (1 + moments)
     # A shard of the states cuts a tensor, of each kind, at each of its ends.
     records = tensors + world * (1 + moments) * plan.grid.config.parallel.use_distributed_optimizer
+    # Each data-parallel rank has a residual of its own of each parameter.
+    own = [plan.grid.path.plan_bytes(plan.grid.config, stage.rank).own for stage in plan.stages]
+    parts = [
+        len(stage.rank.params) * (each > 0) for stage, each in zip(plan.stages, own, strict=True)
+    ]
+    records += sum(parts) * dims.tp * dims.dp
     announced = RECORD * records
     seconds = _ring(world) / 2 + announced / TCP_RATE
     yield ScaleCost("save", "shares announced to all", world, (world - 1) * announced, seconds)
@@ -153,6 +161,14 @@ def _saves(plan: Plan) -> Iterator[ScaleCost]:
     yield ScaleCost("save", "files of the checkpoint", world + 2, plan.checkpoint, seconds)
     manifest = announced + 150 * world
     yield ScaleCost("save", "manifest, by rank 0", 1, manifest, manifest / plan.site.disk_rate)
+    yield _hashed(plan, "save", "hashed, by --keep-last")
+
+
+def _hashed(plan: Plan, event: str, what: str) -> ScaleCost:
+    """Return the costs of reading and hashing a checkpoint, of which each rank has a share."""
+    world = plan.grid.dims.world_size
+    seconds = plan.checkpoint / min(plan.site.disk_rate * plan.nodes, HASH_RATE * world)
+    return ScaleCost(event, what, 2 * world, plan.checkpoint, seconds + 2 * world / FILE_RATE)
 
 
 def _starts(plan: Plan) -> Iterator[ScaleCost]:
@@ -178,6 +194,7 @@ def _starts(plan: Plan) -> Iterator[ScaleCost]:
     yield ScaleCost(
         "start", "code compared", SOURCES * world, 2.5e6 * world, SOURCES * world / FILE_RATE
     )
+    yield _hashed(plan, "start", "checkpoint hashed")
     yield ScaleCost("start", "data and index opened", 4 * world, 0, 4 * world / FILE_RATE)
     yield ScaleCost("start", "logs of ranks", world, 0, world / FILE_RATE)
 
