@@ -27,7 +27,7 @@ from megatron.checkpoint.state_scales import (
     scale_name,
     scale_shards,
 )
-from megatron.checkpoint.store import Checkpoint, LocalShard, of_rank, owner, whole
+from megatron.checkpoint.store import Checkpoint, Chosen, LocalShard, of_rank, owner, whole
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.buffers import NO_BUFFERS, BufferSet
 from megatron.data_parallel.engine import GradientEngine
@@ -368,6 +368,15 @@ class RunStateDict:
         left_out = excluding.values()
         if in_pieces:
             return self._own_pieces(held, file, values, name, left_out)
+        if len(held.boxes) == 1:
+            ((start, stop), _), shape = held.boxes[0], tuple(held.info.logical_shape)
+            chosen = Chosen(
+                left_out.numel() - int(left_out.count_nonzero()), lambda: ~excluding.values()
+            )
+            shard = LocalShard(
+                file, values, shape, start, stop, mask=name, mask_value=False, chosen=chosen
+            )
+            return iter([shard])
         mask = FileMask(name, False, ~held.spread(left_out, True))
         return held.shards(file, values[~left_out.to(values.device)], mask)
 

@@ -48,6 +48,14 @@ DTYPE_NAMES = {
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """The `count` entries of a 1-D tensor at which the bool tensor `where()` is True."""
+
+    count: int
+    where: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class LocalShard:
     """The part of a tensor that one rank writes.
 
@@ -62,6 +70,8 @@ class LocalShard:
             `of_rank`).
         dtype: Dtype in which the tensor is saved; it is converted when it is written, one tensor at
             a time. None for its own.
+        chosen: The shard has only these entries of `tensor`. They are copied when they are written,
+            so that the copies of all shards are not in memory at once.
     """
 
     name: str
@@ -74,11 +84,27 @@ class LocalShard:
     mask_value: bool = True
     per_rank: bool = False
     dtype: torch.dtype | None = None
+    chosen: Chosen | None = None
 
     @property
     def saved_dtype(self) -> torch.dtype:
         """Dtype of the saved tensor."""
         return self.dtype or self.tensor.dtype
+
+    @property
+    def count(self) -> int:
+        """Number of entries."""
+        return self.tensor.numel() if self.chosen is None else self.chosen.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the entries in memory."""
+        return self.count * self.tensor.element_size()
+
+    def entries(self) -> torch.Tensor:
+        """Return the entries, on the tensor's device: a view of `tensor`, or a copy if chosen."""
+        tensor = self.tensor.detach()
+        return tensor if self.chosen is None else tensor[self.chosen.where().to(tensor.device)]
 
 
 def whole(name: str, tensor: torch.Tensor) -> LocalShard:
@@ -107,12 +133,12 @@ def snapshot(shard: LocalShard) -> LocalShard:
 
     Raises `CheckpointError` if the memory cannot be allocated.
     """
-    tensor = shard.tensor.detach()
+    tensor = shard.entries()
     try:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     except RuntimeError as error:
         raise _no_memory(tensor.nbytes, "host memory", error) from None
-    return replace(shard, tensor=copy.copy_(tensor))
+    return replace(shard, tensor=copy.copy_(tensor), chosen=None)
 
 
 class Snapshots:
@@ -139,7 +165,7 @@ class Snapshots:
         """Copy the shards from any device to the block, and wait for the copies."""
         if not shards:
             return []
-        rooms = [-(-shard.tensor.nbytes // ALIGNMENT) * ALIGNMENT for shard in shards]
+        rooms = [-(-shard.nbytes // ALIGNMENT) * ALIGNMENT for shard in shards]
         self._make_room(sum(rooms))
         starts = accumulate(rooms, initial=0)
         copies = [self._stage(shard, at) for shard, at in zip(shards, starts, strict=False)]
@@ -147,10 +173,10 @@ class Snapshots:
         return copies
 
     def _stage(self, shard: LocalShard, start: int) -> LocalShard:
-        tensor = shard.tensor.detach()
+        tensor = shard.entries()
         octets = self._block[start : start + tensor.nbytes]
         copy = octets.view(tensor.dtype).view(tensor.shape)
-        return replace(shard, tensor=copy.copy_(tensor, non_blocking=True))
+        return replace(shard, tensor=copy.copy_(tensor, non_blocking=True), chosen=None)
 
     def _make_room(self, size: int) -> None:
         if size <= self._block.numel():
@@ -237,24 +263,24 @@ def _record(shard: LocalShard) -> TensorRecord:
 
 
 def _check_count(shard: LocalShard, count: int) -> None:
-    if shard.tensor.numel() != count:
+    if shard.count != count:
         raise CheckpointError(
             f"{shard.name}: shard {list(shard.start)} to {list(shard.stop)} has {count} entries, "
-            f"its tensor {shard.tensor.numel()}"
+            f"its tensor {shard.count}"
         )
 
 
 def _item(shard: LocalShard, part: SliceRecord) -> TensorToWrite:
-    tensor, saved = shard.tensor, shard.saved_dtype
+    saved = shard.saved_dtype
     if saved == torch.bool:
-        shape: tuple[int, ...] = ((tensor.numel() + 7) // 8,)
+        shape: tuple[int, ...] = ((shard.count + 7) // 8,)
     elif shard.flat is not None or shard.mask is not None:
-        shape = (tensor.numel(),)
+        shape = (shard.count,)
     else:
         shape = part.shape
     dtype = "U8" if saved == torch.bool else DTYPE_NAMES[saved]
     return TensorToWrite(
-        key=part.key, dtype=dtype, shape=shape, data=lambda: _bytes(tensor.to(saved))
+        key=part.key, dtype=dtype, shape=shape, data=lambda: _bytes(shard.entries().to(saved))
     )
 
 
@@ -270,6 +296,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 __all__ = [
     "Checkpoint",
+    "Chosen",
     "LocalShard",
     "Snapshots",
     "of_rank",

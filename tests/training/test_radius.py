@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.checkpointer import Checkpointer
 from megatron.errors import CheckpointError
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import copies
@@ -202,3 +203,32 @@ def test_another_number_of_ranks_keeps_the_pending_update(
     expected = metrics_of(tmp_path / "4")
     for world in (1, 2):
         assert metrics_of(tmp_path / str(world)) == pytest.approx(expected, rel=0, abs=1e-5)
+
+
+def on_rank_saving(groups: ProcessGroups, run_dir: Path, more: str) -> tuple[int, int]:
+    """Return the bytes of the residuals to save, and of those that are copies at once."""
+    trainer = make_trainer(groups, flags("--exit-interval 5", more), run_dir)
+    trainer.train()
+    assert isinstance(trainer.saver, Checkpointer)
+    once, again = (list(trainer.saver._tensors.shards(moments=True)) for _ in range(2))
+    residuals = [
+        (one, other)
+        for one, other in zip(once, again, strict=True)
+        if one.name.startswith("residual/")
+    ]
+    copied = [
+        one
+        for one, other in residuals
+        if one.tensor.untyped_storage().data_ptr() != other.tensor.untyped_storage().data_ptr()
+    ]
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return sum(one.nbytes for one, _ in residuals), sum(one.tensor.nbytes for one in copied)
+
+
+@pytest.mark.parametrize("more", ["", "--async-save"])
+def test_residuals_are_copied_one_at_a_time_as_they_are_saved(
+    ranks: Ranks, tmp_path: Path, more: str
+) -> None:
+    for saved, copied in ranks.run(2, on_rank_saving, tmp_path, more):
+        assert saved > 0 and copied == 0
