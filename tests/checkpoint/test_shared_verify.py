@@ -187,7 +187,10 @@ def on_rank_counts(groups: ProcessGroups, flags: str, run_dir: Path) -> list[lis
         )
         runtime = Runtime(launch=launch, device=torch.device("cpu"), backend="gloo")
         config = parse(flags.split(), paths=GRADIENT_PATHS)
-        origin = open_run(config, runtime, groups, run_dir, "again", log=lambda text: None)
+        origin, heartbeat = open_run(
+            config, runtime, groups, run_dir, "again", log=lambda text: None
+        )
+        heartbeat.close()
         assert origin is not None and origin.path.name == "step_00000002"
         return [*counts, names]
 
