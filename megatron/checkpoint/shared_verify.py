@@ -42,8 +42,8 @@ class SharedVerification:
         """
         if self.rank:
             while (texts := self.gather(""))[0]:
-                # Rank 0 decides what follows from a damaged folder.
-                with contextlib.suppress(CheckpointError):
+                # Rank 0 has been told of any error, and decides what follows from it.
+                with contextlib.suppress(Exception):
                     self._check_share(Path(texts[0]), len(texts))
             return None
         try:

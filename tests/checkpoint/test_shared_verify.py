@@ -100,6 +100,20 @@ def test_damage_in_the_share_of_any_rank_is_found(tmp_path: Path, rank: int) -> 
     assert f"rank_{rank:05d}.safetensors: damaged" in str(found[0])
 
 
+def test_an_error_of_another_kind_reaches_rank_0_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 1)
+
+    def lack_memory(file: Path, *rest: Any) -> None:
+        if file.name == "rank_00001.safetensors":
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(verify, "_check_hash", lack_memory)
+    found = shared(lambda ranks: ranks.verify(path))
+    assert str(found[0]) == "MemoryError: no room" and found[1:] == [None, None]
+
+
 def test_rank_0_goes_on_to_an_older_one(tmp_path: Path) -> None:
     older, newer, said = save(tmp_path, 1), save(tmp_path, 2), []
     damage(newer, 1)
