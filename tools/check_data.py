@@ -31,6 +31,7 @@ from megatron.data.indexed_dataset import (
     without_suffix,  # noqa: E402
 )
 from megatron.data.sidecar import (  # noqa: E402
+    MAX_IDS,
     SUFFIXES,
     DataFileRecord,
     check_sizes,
@@ -67,8 +68,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="read every token (also on its own)")
     parser.add_argument("--sha256", action="store_true", help="print the hash of both files")
     options = parser.parse_args(argv)
-    if options.vocab_size is not None and options.vocab_size < 1:
-        parser.error(f"--vocab-size: {options.vocab_size}: wanted a positive integer")
+    if options.vocab_size is not None and not 1 <= options.vocab_size <= MAX_IDS:
+        parser.error(f"--vocab-size: {options.vocab_size}: wanted 1 to {MAX_IDS}")
     if options.eod is not None and not 0 <= options.eod <= LARGEST_INTEGER:
         parser.error(f"--eod: {options.eod}: wanted an id, a whole number from 0")
     return options
