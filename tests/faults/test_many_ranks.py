@@ -66,13 +66,12 @@ from pathlib import Path
 from megatron.fault_tolerance.heartbeat import Heartbeat
 beat = Heartbeat(Path(sys.argv[1]), attempt="a", across_hosts=True)
 thread = threading.Thread(target=beat.alive)
-last, longest = time.monotonic(), 0.0
+turns = 0
 thread.start()
 while thread.is_alive():
     time.sleep(0.01)
-    now = time.monotonic()
-    last, longest = now, max(longest, now - last)
-print(longest)
+    turns += 1
+print(turns)
 """
 
 
@@ -88,7 +87,7 @@ def test_a_slow_disk_does_not_stop_the_main_thread(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "sync(" in (tmp_path / "trace").read_text()
-    assert float(done.stdout) < 1
+    assert int(done.stdout) > 20, "the main thread runs during the two seconds of the call"
 
 
 MOUNT = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.fault_tolerance import watchdog
+from megatron.fault_tolerance import heartbeat, watchdog
 from megatron.fault_tolerance.flight_recorder import explain
 from megatron.fault_tolerance.heartbeat import Heartbeat
 from megatron.fault_tolerance.root_cause import RootCause
@@ -244,6 +244,10 @@ def test_only_the_time_in_which_the_watchdog_runs_counts(
     pauses: Sequence[float], ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pause of the watchdog's own thread shows that a lone rank was suspended."""
+    now = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
+    for module in (watchdog, heartbeat):
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(watchdog, "SLACK", 0.2)
     signed = Status(state="failed")
     causes = RootCause(run_dir=tmp_path, attempt="a", rank=0, world_size=1, signed=signed)
@@ -253,7 +257,8 @@ def test_only_the_time_in_which_the_watchdog_runs_counts(
     left = list(pauses)
 
     def pause(*_: object) -> None:
-        time.sleep(left.pop(0))
+        nonlocal now
+        now += left.pop(0)
         if not left:
             guard._ended.set()
 
