@@ -1,8 +1,8 @@
 """A reader that assembles any box of any tensor of a checkpoint from its slices.
 
 Files are memory-mapped, so a rank loads only the pages under the boxes that it reads. A map holds a
-file descriptor, so only the maps of the files that were used last are kept. Values are
-moved as integers of the same width, so that no bit can change. Imports no torch.
+file descriptor, so only the maps of the files that were used last are kept. Values are moved as
+integers of the same width, so that no bit can change. Imports no torch.
 """
 
 from __future__ import annotations

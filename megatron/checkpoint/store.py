@@ -390,9 +390,7 @@ class Checkpoint:
             CheckpointError: The folder is damaged; the error names file and key.
         """
         folder = Path(path)
-        if verify is False:
-            return cls(folder, read_manifest(folder))
-        return cls(folder, verify_folder(folder))
+        return cls(folder, verify_folder(folder) if verify else read_manifest(folder))
 
     def __enter__(self) -> Checkpoint:
         return self

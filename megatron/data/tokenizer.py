@@ -603,11 +603,11 @@ _KINDS: dict[str, _Kind] = {
     "NullTokenizer": _Kind(needs={"ids": _VOCAB_SIZE}, build=NullTokenizer),
 }
 
-_ONCE = {
+_RENAMED = {
     "SentencePieceTokenizer": "; SentencePieceTokenizer of earlier versions is "
     "GPTSentencePieceTokenizer now",
 }
-"""What became of a type that earlier versions knew."""
+"""The new name of a tokenizer type of earlier versions, as the end of an error."""
 
 TOKENIZER_TYPES = tuple(_KINDS)
 """Names that `--tokenizer-type` accepts."""
@@ -704,7 +704,7 @@ def tokenizer_from_sidecar(
         raise DataError(
             f"{places}: not the tokenizer that made the data (fingerprint "
             f"{tokenizer.fingerprint()[:12]}, the data's is {fingerprint[:12]}); find the file it "
-            f"was made with or make the data again{_ONCE.get(kind, '')}"
+            f"was made with or make the data again{_RENAMED.get(kind, '')}"
         )
     return tokenizer
 

@@ -200,7 +200,7 @@ def cut_metrics(run_dir: str | Path, step: int) -> int:
     if not path.exists():
         return 0
     kept, cut = path.with_name(path.name + ".tmp"), path.with_name(f"{path.name}.cut-{number}")
-    moved = 0
+    moved, is_cut = 0, False
     try:
         with open(kept, "wb") as keep, open(cut, "wb") as away:
             for line in lines_of(path):
@@ -212,11 +212,9 @@ def cut_metrics(run_dir: str | Path, step: int) -> int:
             _synchronize(away)
         if moved:
             os.replace(kept, path)
-    except OSError:
-        moved = 0
-        raise
+            is_cut = True
     finally:
-        if not moved:
+        if not is_cut:
             kept.unlink(missing_ok=True)
             cut.unlink(missing_ok=True)
     return moved

@@ -15,6 +15,7 @@ from megatron.data_parallel.bucket_plan import (
     RankShapes,
     StepTraffic,
 )
+from radius.index import num_selected
 
 
 def count(density: float, entries: int) -> int:
@@ -22,7 +23,7 @@ def count(density: float, entries: int) -> int:
 
     The density is taken as a decimal fraction: in floating point ceil(0.07 * 100) is 8.
     """
-    return math.ceil(Fraction(str(density)) * entries)
+    return num_selected(Fraction(str(density)), entries)
 
 
 def is_smaller(rows: int, columns: int, rank: int) -> bool:
