@@ -3,7 +3,7 @@
 A run begins dense. A magnitude mask is drawn every few updates and compared with the previous ones;
 once they are nearly equal, the newest is the ticket and states are compressed. Masks and distances
 are of the whole model, so that all ranks switch at the same step. You et al. score channels by the
-scale factors of batch normalization; SAMO's indices are unstructured, so that weights are scored.
+scale factors of batch normalization; SAMO's indices are of single entries, so entries are scored.
 """
 
 from __future__ import annotations
