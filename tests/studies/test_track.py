@@ -208,12 +208,16 @@ def test_an_entry_with_a_failed_seed_does_not_reach_the_target() -> None:
         ("flags: {grad-wire: int8}", "flags: {num-layers: 8}", "dense_int8: model is not that of"),
         ("flags: {grad-wire: int8}", "flags: {eval-iters: 1}", "dense_int8: evaluation is not"),
         (
-            "ranks: 4\n    flags: {grad-wire: int8}",
+            "ranks: 4\n    seeds: [1, 2, 3, 4]\n    flags: {grad-wire: int8}",
             "ranks: 8\n    flags: {grad-wire: int8, tensor-model-parallel-size: 2}",
             "dense_int8: number of ranks is not that of dense_bf16",
         ),
         ("flags: {grad-wire: int8}", "tokens: 31457280", "dense_int8: number of steps is not"),
-        ("    flags: {grad-wire: int8}", "    seeds: [1, 3]", "dense_int8.seeds: must be 1, 2"),
+        (
+            "seeds: [1, 2, 3, 4]\n    flags: {grad-wire: int8}",
+            "seeds: [1, 3]",
+            "dense_int8.seeds: must be 1, 2",
+        ),
         (
             "flags: {grad-wire: int8}",
             "fork: {run: dense_bf16, step: 1919}",
