@@ -20,7 +20,9 @@ def test_smoke_writes_the_phases_of_both(tmp_path: Path, monkeypatch: pytest.Mon
         assert each["same_losses"] and each["ratio"] > 0
         assert (each["on"]["name"], each["off"]["name"]) == (ON, OFF)
         for steps in (each["on"], each["off"]):
-            assert 0 < steps["phases"][READING] < sum(steps["phases"].values()) <= steps["step"]
+            # The median of a phase is at most that of a step; the sum of medians may be above it.
+            assert READING in steps["phases"]
+            assert all(0 < seconds <= steps["step"] for seconds in steps["phases"].values())
     asleep = found["comparisons"][1]["off"]
     assert asleep["phases"]["forward-compute"] >= 0.02
     assert f"| {READING} |" in (tmp_path / "README.md").read_text()
