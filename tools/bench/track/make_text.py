@@ -129,14 +129,14 @@ def read_objects(clone: Path, commit: str, paths: Iterable[str]) -> list[str]:
 
 def write(folder: Path, name: str, rows: Iterable[Mapping[str, str]]) -> None:
     """Write `rows` as compressed JSON lines. Raises `DataError` if they are not the track's."""
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    content = bz2.compress(lines.encode())
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    content = bz2.compress("".join(lines).encode())
     digest = hashlib.sha256(content).hexdigest()
     if digest != SHA256[name]:
         raise DataError(f"{name}: has the SHA-256 {digest}, must have {SHA256[name]}")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / name, content)
-    print(f"make_text: {folder / name}: {len(lines.splitlines()):,} lines, {digest}")
+    print(f"make_text: {folder / name}: {len(lines):,} lines, {digest}")
 
 
 def _git(clone: Path, *arguments: str, stdin: str = "") -> bytes:
