@@ -13,6 +13,7 @@ import pytest
 from tools.bench.track import make_text
 from tools.bench.track.clean_page import LONGEST, clean, restore_case
 from tools.bench.track.make_text import ARTICLES, SHA256, edited, main, read_articles
+from tools.studies.declaration import read_study
 
 PAGE = """\
 a view of the mill, 1890]] The MILL OF STONE (MOS) is a mill.[1] It ( ;) was built by _John
@@ -124,6 +125,12 @@ def test_committed_articles_are_whole() -> None:
             assert ends == sorted(ends)
 
 
+def test_runs_ask_for_the_files_that_are_made() -> None:
+    asked = read_study(ARTICLES.with_name("tier_s.yaml")).sha256
+    for name in ("valid.jsonl.bz2", "blimp-200.jsonl.bz2"):
+        assert asked[f"{{data}}/{name}"] == SHA256[name]
+
+
 def repository(folder: Path, files: dict[str, str]) -> str:
     """Commit `files` into a new repository and return the commit."""
     for path, text in files.items():
@@ -204,3 +211,6 @@ def test_another_text_and_a_clone_that_lacks_it_are_refused(
     assert ":Page/Über_A/B.md" in capsys.readouterr().err
     assert main([str(tmp_path / "absent"), blimp, str(out)]) == 2
     assert "absent" in capsys.readouterr().err
+    out.write_text("a file")
+    assert main([wikipedia, blimp, str(out)]) == 3
+    assert f"{out}: cannot be made: File exists" in capsys.readouterr().err

@@ -2,7 +2,8 @@
 
 The pages of chinapedia/wikipedia.abstract.en are what pandoc writes for wiki markup: bold words in
 capitals, tables drawn with lines, numbers of footnotes in brackets, and remains of captions and of
-templates. `make_text` mends what these rules leave with the edits of articles.jsonl.
+templates. `make_text` mends what these rules leave with the edits of articles.jsonl. An edit is a
+position in the text of these rules, so that no rule may change without them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     python -m tools.bench.track.make_text WIKIPEDIA BLIMP TEXT
 
 Writes `train-00.jsonl.bz2`, `train-01.jsonl.bz2`, `valid.jsonl.bz2` and `blimp-200.jsonl.bz2` into
-TEXT, in about two minutes. articles.jsonl names the articles of each file in their order, and has
+TEXT, in a minute. articles.jsonl names the articles of each file in their order, and has
 the edits that rules (`clean_page`) leave: characters [start, stop) of the cleaned text and what
 stands there instead. A file with another SHA-256 than the track's is refused.
 """
@@ -134,7 +134,10 @@ def write(folder: Path, name: str, rows: Iterable[Mapping[str, str]]) -> None:
     digest = hashlib.sha256(content).hexdigest()
     if digest != SHA256[name]:
         raise DataError(f"{name}: has the SHA-256 {digest}, must have {SHA256[name]}")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made: {error.strerror}") from error
     write_atomically(folder / name, content)
     print(f"make_text: {folder / name}: {len(lines):,} lines, {digest}")
 
