@@ -56,6 +56,7 @@ BY_THE_PROGRAM = {
     "tests/snapshots/test_snapshots.py",
     "tests/studies/test_execution.py::test_a_real_study_is_made_in_two_starts_and_reported",
     "tests/studies/test_execution.py::test_each_finished_model_is_scored",
+    "tests/studies/test_make_text.py::test_the_tokenizer_of_the_runs_is_made_from_the_text",
     "tests/tools/test_doctor.py",
     "tests/tools/test_harness_agreement.py",
 }

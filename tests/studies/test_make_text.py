@@ -14,6 +14,7 @@ from tools.bench.track import make_text
 from tools.bench.track.clean_page import LONGEST, clean, restore_case
 from tools.bench.track.make_text import ARTICLES, SHA256, edited, main, read_articles
 from tools.studies.declaration import read_study
+from tools.studies.text_data import train_tokenizer
 
 PAGE = """\
 a view of the mill, 1890]] The MILL OF STONE (MOS) is a mill.[1] It ( ;) was built by _John
@@ -129,6 +130,15 @@ def test_runs_ask_for_the_files_that_are_made() -> None:
     asked = read_study(ARTICLES.with_name("tier_s.yaml")).sha256
     for name in ("valid.jsonl.bz2", "blimp-200.jsonl.bz2"):
         assert asked[f"{{data}}/{name}"] == SHA256[name]
+
+
+def test_the_tokenizer_of_the_runs_is_made_from_the_text(shared_data: Path, tmp_path: Path) -> None:
+    text, made = shared_data / "wikipedia-en-2019", tmp_path / "tokenizer.json"
+    study = read_study(ARTICLES.with_name("tier_s.yaml"))
+    assert study.vocabulary
+    train_tokenizer(sorted(map(str, text.glob("train*"))), made, vocabulary=study.vocabulary)
+    digest = hashlib.sha256(made.read_bytes()).hexdigest()
+    assert digest == study.sha256["{data}/tokenizer.json"]
 
 
 def repository(folder: Path, files: dict[str, str]) -> str:

@@ -12,8 +12,8 @@ from megatron.errors import ConfigError
 
 TOOLS = Path(__file__).resolve().parents[1]
 KINDS = ("train", "valid")
-READ_BY_TOKENIZER = 16_000_000
-"""Bytes of text from which the tokenizer is trained."""
+READ_BY_TOKENIZER = 16_040_000
+"""Bytes of text from which the tokenizer is trained: the documents that the studies' rows had."""
 
 
 def prepare(text: Path, folder: Path, *, vocabulary: int) -> Path:
@@ -33,9 +33,7 @@ def prepare(text: Path, folder: Path, *, vocabulary: int) -> Path:
         if not found:
             raise ConfigError(f"--text-folder: {text} holds no file {kind}*, as {kind}.jsonl.bz2")
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = ["train_tokenizer.py", "--input", *files["train"], "--output", str(made[0])]
-    tokenizer += ["--vocab-size", str(vocabulary), "--max-bytes", str(READ_BY_TOKENIZER)]
-    _run_tool([*tokenizer, "--overwrite"])
+    train_tokenizer(files["train"], made[0], vocabulary=vocabulary)
     for kind, found in files.items():
         _run_tool(
             ["preprocess_data.py", "--input", *found, "--output-prefix", str(folder / kind)]
@@ -43,6 +41,16 @@ def prepare(text: Path, folder: Path, *, vocabulary: int) -> Path:
             + ["--append-eod", "--overwrite"]
         )
     return folder
+
+
+def train_tokenizer(files: Sequence[str], output: Path, *, vocabulary: int) -> None:
+    """Train a byte-level BPE of `vocabulary` entries on the first text of `files`.
+
+    Raises `ConfigError` if the tool fails.
+    """
+    command = ["train_tokenizer.py", "--input", *files, "--output", str(output), "--overwrite"]
+    command += ["--vocab-size", str(vocabulary), "--max-bytes", str(READ_BY_TOKENIZER)]
+    _run_tool(command)
 
 
 def _check_tokenizer(path: Path, vocabulary: int) -> None:
