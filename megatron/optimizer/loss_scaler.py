@@ -79,7 +79,8 @@ class DynamicScaler:
                 self.scale = max(self.scale / 2.0, self.min_scale)
             return
         self._clean_steps += 1
-        if self._clean_steps == self.window:
+        # More, if the checkpoint of a run with a longer window was resumed.
+        if self._clean_steps >= self.window:
             self._clean_steps = 0
             self._hysteresis_left = self.hysteresis
             self.scale *= 2.0

@@ -42,6 +42,14 @@ def test_state_round_trip_goes_on_alike() -> None:
     assert feed(first, "..x..x") == feed(second, "..x..x")
 
 
+def test_a_shorter_window_than_the_checkpoint_has_counted_grows_at_once() -> None:
+    longer = DynamicScaler(scale=1024.0, min_scale=128.0, window=9, hysteresis=2)
+    feed(longer, ".....")
+    shorter = scaler()
+    shorter.load(longer.state())
+    assert feed(shorter, "....") == [2048, 2048, 2048, 4096]
+
+
 def test_constant_scale_stays() -> None:
     constant = ConstantScaler(8.0)
     constant.update(overflow=True)
