@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,10 @@ def test_what_counts_as_a_spike() -> None:
     remember(recent, 2.0)
     assert is_spike(2.7, recent, sigmas=6.0) and not is_spike(2.5, recent, sigmas=6.0)
     assert not is_spike(-9.0, recent, sigmas=6.0)
+    for loss in (math.inf, math.nan):
+        assert is_spike(loss, recent, sigmas=6.0)
+        remember(recent, loss)
+        assert is_spike(2.7, recent, sigmas=6.0)
     for _ in range(WINDOW):
         remember(recent, 3.0)
     assert recent == [3.0] * WINDOW
