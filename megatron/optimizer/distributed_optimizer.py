@@ -60,7 +60,8 @@ class ShardUpdates:
     def send(self) -> None:
         """Start to gather the written values; then receive those of earlier buckets."""
         assert self._open is not None
-        bucket, parts = self._open
+        # Nothing may refer to the bucket once it is received: a rewiring frees it.
+        (bucket, parts), self._open = self._open, None
         assert bucket.shard is not None
         self._sent[bucket.index] = bucket, parts, bucket.shard.exchange.gather(parts)
         while len(self._sent) > self.most_in_progress:

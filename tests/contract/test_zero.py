@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.store import Checkpoint, LocalShard, save_checkpoint
+from megatron.data_parallel import engine
 from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import GradBucket, ParamInfo, Slice
 from megatron.data_parallel.bucket_plan import shard_length
@@ -486,3 +489,27 @@ def _on_rank_cut_pruned(groups: ProcessGroups, folder: Path) -> None:
 
 def _on_rank_cut_whole(groups: ProcessGroups, folder: Path) -> None:
     on_rank_cut(groups, folder, pruned=False)
+
+
+def on_rank_that_rewires(groups: ProcessGroups, case: PathCase) -> None:
+    made = Toy(groups, case, **FP32)
+    old = [weakref.ref(bucket) for bucket in made.engine.buckets]
+    usual, alive = engine._allocate, []
+
+    def allocate(*args: Any) -> GradBucket:
+        gc.collect()
+        alive.append(sum(bucket() is not None for bucket in old))
+        return usual(*args)
+
+    engine._allocate = allocate
+    try:
+        for number in range(6):
+            made.step([gradients(number)])
+    finally:
+        engine._allocate = usual
+    assert alive and not any(alive)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_old_buckets_are_freed_before_new_ones_are_allocated(ranks: Ranks, sharded: bool) -> None:
+    ranks.run(2, on_rank_that_rewires, replace(TICKET, sharded=sharded))
