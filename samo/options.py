@@ -114,6 +114,11 @@ def _pair(
     return RefusedPair(name=name, holds=both, reason=reason, instead=instead)
 
 
+def _only_file(options: SamoConfig) -> bool:
+    # A rewiring prunes tensors by their names, since any of them may be stored whole for a while.
+    return options.samo_pruning == "file" and options.dsr_interval is None
+
+
 SAMO_PAIRS: tuple[RefusedPair, ...] = (
     _pair(
         "samo_pruning file without samo_mask_file",
@@ -128,14 +133,14 @@ SAMO_PAIRS: tuple[RefusedPair, ...] = (
         "give --samo-pruning file, or drop --samo-mask-file",
     ),
     _pair(
-        "samo_keep_embeddings with samo_pruning file",
-        lambda o, _: o.samo_pruning == "file" and o.samo_keep_embeddings,
+        "samo_keep_embeddings with samo_pruning file, without dsr_interval",
+        lambda o, _: _only_file(o) and o.samo_keep_embeddings,
         "the file decides which entries are pruned",
         "draw the masks with --keep-embeddings, or drop --samo-keep-embeddings",
     ),
     _pair(
-        "samo_dense with samo_pruning file",
-        lambda o, _: o.samo_pruning == "file" and o.samo_dense is not None,
+        "samo_dense with samo_pruning file, without dsr_interval",
+        lambda o, _: _only_file(o) and o.samo_dense is not None,
         "the file says what is pruned",
         "draw the masks with --dense, or drop --samo-dense",
     ),

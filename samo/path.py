@@ -98,10 +98,11 @@ class SamoPath(GradientPath):
 
         layout = parts.raise_on_all_ranks(draw)
         reducer = mean_reducer(config, infos, open_exchange(config, groups), groups)
+        fresh = saved is None or not saved.same_path
         return PathParts(
             layout=layout,
             reducer=reducer,
-            mask_updater=_rewirer(config, infos, layout, parts, make_layout),
+            mask_updater=_rewirer(config, infos, layout, parts, make_layout, fresh=fresh),
             notes=tuple(_notes(config, infos, layout, parts)),
         )
 
@@ -210,6 +211,8 @@ def _rewirer(
     layout: CompressedLayout,
     parts: ModelParts,
     make_layout: Callable[[Masks], CompressedLayout],
+    *,
+    fresh: bool,
 ) -> MaskUpdater | None:
     from samo.early_bird import EarlyBird
     from samo.pruning import prunable
@@ -231,7 +234,7 @@ def _rewirer(
         )
     if options.dsr_interval is None:
         return None
-    return _dsr(config, pruned, layout, parts, make_layout)
+    return _dsr(config, pruned, layout, parts, make_layout, fresh=fresh)
 
 
 def _dsr(
@@ -240,10 +243,14 @@ def _dsr(
     layout: CompressedLayout,
     parts: ModelParts,
     make_layout: Callable[[Masks], CompressedLayout],
+    *,
+    fresh: bool,
 ) -> MaskUpdater:
     from samo.dsr import DsrMaskUpdater, RewiringSettings
 
     options = _options(config)
+    if options.samo_pruning == "file" and fresh:
+        _check_rewired(options, pruned, layout, parts)
     fraction = Fraction(str(options.dsr_fraction))
     counts = parts.table({info.name: layout.count([info]) for info in pruned}).values()
     entries = [all_ for _, all_ in counts]
@@ -258,6 +265,23 @@ def _dsr(
         seed=config.training.seed,
     )
     return DsrMaskUpdater([info.name for info in pruned], settings, make_layout, parts=parts)
+
+
+def _check_rewired(
+    options: SamoConfig,
+    pruned: Sequence[ParamInfo],
+    layout: CompressedLayout,
+    parts: ModelParts,
+) -> None:
+    """Raise `ConfigError` if DSR would prune a tensor that the mask file leaves whole."""
+    masked = parts.table({info.name: [info.name in layout] for info in pruned})
+    whole = [name for name, (ranks,) in masked.items() if not ranks]
+    if whole:
+        raise ConfigError(
+            f"dsr_interval: a rewiring would prune {whole[0]}, which {options.samo_mask_file} "
+            f"leaves whole, one of {len(whole)} such tensors; name them by --samo-dense or "
+            "--samo-keep-embeddings"
+        )
 
 
 def _notes(

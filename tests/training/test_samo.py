@@ -234,6 +234,34 @@ def test_a_mask_file_that_prunes_nothing_is_the_dense_run(ranks: Ranks, tmp_path
         assert torch.equal(found["state"][name], state), name
 
 
+def on_rank_misused(groups: ProcessGroups, line: str, run_dir: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_trainer(groups, line, run_dir)
+    return str(caught.value)
+
+
+def test_dsr_rewires_only_what_a_mask_file_prunes(ranks: Ranks, tmp_path: Path) -> None:
+    """What a file leaves whole must be named, since a rewired tensor may be whole for a while."""
+    (plain,) = ranks.run(1, train, f"{TINY} --train-iters 1", tmp_path / "dense")
+    masks = {
+        name: torch.arange(param.numel()).view(param.shape) % 5 == 0
+        for name, param in plain["params"].items()
+        if param.dim() > 1 and "embedding" not in name
+    }
+    save_masks(tmp_path / "masks.npz", masks)
+    file = f"--samo-pruning file --samo-mask-file {tmp_path / 'masks.npz'}"
+    line = flags(f"{file} --dsr-interval 1 --dsr-fraction 0.05 --dsr-threshold 0.01")
+    said = ranks.run(2, on_rank_misused, line, tmp_path / "refused")
+    assert said[0] == said[1]
+    assert "a rewiring would prune embedding.position_embeddings.weight" in said[0]
+    assert f"{tmp_path / 'masks.npz'} leaves whole, one of 2 such tensors" in said[0]
+    check_left_and_resumed(ranks, 2, f"{line} --samo-keep-embeddings", (4, 7), tmp_path)
+    with Checkpoint.open(tmp_path / "left" / "checkpoints" / "step_00000009") as saved:
+        assert saved.names("mask/") == tuple(sorted(f"mask/{name}" for name in masks))
+        moved = [name for name, old in masks.items() if not saved.read(f"mask/{name}").equal(old)]
+    assert moved
+
+
 def test_finetuning_a_pruned_network_keeps_its_mask(ranks: Ranks, tmp_path: Path) -> None:
     (before,) = ranks.run(1, train, flags("--samo-pruning random"), tmp_path / "samo")
     anew = flags(f"--samo-pruning random --seed 77 --finetune --load {tmp_path / 'samo'}")
