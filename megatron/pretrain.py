@@ -143,7 +143,8 @@ def _pretrain(
             print(usage(task.config) if launch.rank == 0 else "", end="", file=sys.stderr)
             return ConfigError.exit_code
         config = resolve(parse(argv, paths=paths, task=task.config), launch.world_size)
-        check_trackers(config.logging)
+        if launch.rank == 0:
+            check_trackers(config.logging)  # No other rank opens a tracker.
         if config.training.memory_budget is not None:
             try:
                 config = apply_budget(task, paths, config, launch.world_size)
@@ -169,6 +170,11 @@ def _pretrain(
         if launch.world_size == launch.local_world_size:
             check_free(run_dir)
         return run(task, paths, config, launch, run_dir, failures, held)
+    except SystemExit as error:
+        if failures.run_dir is None:
+            raise  # of --help, and of a wrong command line
+        # A library that leaves with 0 in a run has not finished the run.
+        return failures.report(error)
     except Exception as error:
         code = failures.report(error)
         if getattr(error, "shared", False):

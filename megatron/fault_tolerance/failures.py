@@ -76,6 +76,11 @@ class Failures:
         if _is_collective(error):
             said = str(error).splitlines()[0].partition(" This is typically")[0]
             error = PeerError(f"a collective failed: {said}")
+        if isinstance(error, RunFolderInUse):
+            # The folder belongs to another run, where a search for a cause would leave its result.
+            if not (rank and error.shared):
+                print(error, file=sys.stderr, flush=True)
+            return error.exit_code
         parted = self.causes().parted() if self.attempt else None
         if parted is not None:
             # A desynchronised collective explains any error here, since ranks got each other's
@@ -90,10 +95,11 @@ class Failures:
             # The others wait, because a launcher ends all ranks when the first one exits.
             if not error.shared:
                 time.sleep(SECONDS_TO_SPEAK)
+                if self.launch is not None and self.launch.local_rank == 0:
+                    # Rank 0 has no such error: it is one of this node, such as an absent file.
+                    print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
             return error.exit_code
-        if isinstance(error, RunFolderInUse):
-            print(error, file=sys.stderr, flush=True)
-        elif isinstance(error, PeerError) and not error.shared and self.attempt:
+        if isinstance(error, PeerError) and not error.shared and self.attempt:
             blamed = self.causes().blame(self.heartbeat, str(error))
             if blamed is not None:
                 self._tell(blamed)

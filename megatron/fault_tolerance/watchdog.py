@@ -91,6 +91,8 @@ class Watchdog(threading.Thread):
         """Start the thread, and return a function that stops it."""
         before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self.start()
+        timer = threading.Thread(target=self._arm_timer, name="watchdog timer", daemon=True)
+        timer.start()
 
         def end() -> None:
             self._ended.set()
@@ -98,6 +100,7 @@ class Watchdog(threading.Thread):
             with suppress(OSError):
                 self._wakeup.send(b"\0")
             self.join()
+            timer.join()
             self._signals.close()
             self._wakeup.close()
 
@@ -107,11 +110,7 @@ class Watchdog(threading.Thread):
         """Check signals, the main thread, status.json and the next rank every `TICK` seconds."""
         last = time.monotonic()
         while not self._ended.is_set():
-            if self._causes.world_size > 1:
-                # In C, so that it works even if the interpreter does not run this thread any more.
-                # The timer goes on while a process is suspended, which a rank without peers may be.
-                faulthandler.dump_traceback_later(self._limit + 2 * SLACK, exit=True)
-            elif time.monotonic() - last > SLACK:
+            if self._causes.world_size == 1 and time.monotonic() - last > SLACK:
                 self._continued = time.monotonic()
             last = time.monotonic()
             self._heartbeat.alive()
@@ -120,7 +119,31 @@ class Watchdog(threading.Thread):
             self._look_at_status()
             self._look_at_neighbour()
             select.select([self._signals], [], [], TICK)
+
+    def _arm_timer(self) -> None:
+        """Set the timer of faulthandler again and again, unless the main thread hangs.
+
+        The timer runs in C and ends the process even if the interpreter runs no thread any more, or
+        if the watchdog itself waits for a disk. This thread uses no disk, so that a slow one does
+        not end a rank whose main thread makes progress.
+        """
+        # The timer goes on while a process is suspended, which a rank without peers may be.
+        if self._causes.world_size == 1:
+            return
+        while True:
+            if not self._is_late():
+                faulthandler.dump_traceback_later(self._limit + 2 * SLACK, exit=True)
+            if self._ended.wait(TICK):
+                break
         faulthandler.cancel_dump_traceback_later()
+
+    def _is_late(self) -> bool:
+        """Return whether the main thread has been in its phase for too long."""
+        phase = self._heartbeat.phase
+        if phase in _MAY_TAKE_LONG:
+            return False
+        limit = LEAVING_SECONDS if phase == "leaving" else self._limit + SLACK
+        return min(self._heartbeat.seconds(), time.monotonic() - self._continued) > limit
 
     def _look_at_interrupts(self) -> None:
         with suppress(BlockingIOError):
@@ -131,15 +154,14 @@ class Watchdog(threading.Thread):
             os._exit(EXIT_INTERRUPTED)
 
     def _look_at_main_thread(self) -> None:
-        phase = self._heartbeat.phase
-        seconds = min(self._heartbeat.seconds(), time.monotonic() - self._continued)
-        if phase == "leaving" and seconds > LEAVING_SECONDS:
-            self._end()
-        if phase in (*_MAY_TAKE_LONG, "leaving") or seconds <= self._limit + SLACK:
+        if not self._is_late():
             return
+        if self._heartbeat.phase == "leaving":
+            self._end()
         mine = self._mine(
-            f"hangs: in this phase for {seconds:.0f} s{self._heartbeat.last_call}, its stacks are "
-            "on stderr; if that is how long it takes, raise --distributed-timeout-minutes"
+            f"hangs: in this phase for {self._heartbeat.seconds():.0f} s"
+            f"{self._heartbeat.last_call}, its stacks are on stderr; if that is how long it takes, "
+            "raise --distributed-timeout-minutes"
         )
         self._causes.tell(self._causes.parted() or mine)
         self._end()

@@ -1,10 +1,10 @@
 """Inject faults into a training run: SPARSETRON_FAULT=kind:rank:step:phase, several by commas.
 
 `step` is a number, or `3+` for step 3 and all steps after it. stderr tells when a fault strikes.
-Kinds: kill, raise, exit0, oom, hang, stop (SIGSTOP), extra-collective, skip-collective (the next
-all-reduce), nan, inf (in one gradient), spike (100 times the loss, on a rank that has a loss),
-drift (one bit of one weight), slow (1 s), slow-tracker (rank 0 has a tracker that takes
-TRACKER_SECONDS to close). `tests/faults/program.py` is pretrain_gpt.py with these
+Kinds: kill, raise, exit0 (os._exit), sys-exit0, oom, hang, stop (SIGSTOP), extra-collective,
+skip-collective (the next all-reduce), nan, inf (in one gradient), spike (100 times the loss, on a
+rank that has a loss), drift (one bit of one weight), slow (1 s), slow-tracker (rank 0 has a tracker
+that takes TRACKER_SECONDS to close). `tests/faults/program.py` is pretrain_gpt.py with these
 faults; nothing in the product knows of them.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron.training import Trainer
 
 KINDS = (
-    "kill", "raise", "exit0", "oom", "stop", "hang", "slow", "extra-collective",
+    "kill", "raise", "exit0", "sys-exit0", "oom", "stop", "hang", "slow", "extra-collective",
     "skip-collective", "nan", "inf", "spike", "drift", "slow-tracker",
 )  # fmt: skip
 TRACKER_SECONDS = 12.0
@@ -195,6 +195,7 @@ _STRIKE: dict[str, Callable[[Trainer], None]] = {
     "kill": lambda trainer: os.kill(os.getpid(), signal.SIGKILL),
     "raise": _raise,
     "exit0": lambda trainer: os._exit(0),
+    "sys-exit0": lambda trainer: sys.exit(0),
     "oom": _out_of_memory,
     "stop": lambda trainer: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": lambda trainer: time.sleep(3600),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -205,10 +207,51 @@ def test_launcher_exits_with_the_first_causes_code(tmp_path: Path, unbroken: dic
     assert names == ["step_00000004"]
 
 
-def test_a_single_rank_that_leaves_early_is_no_success(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "code"), [("exit0", 6), ("sys-exit0", 1)])
+def test_a_single_rank_that_leaves_early_is_no_success(
+    tmp_path: Path, kind: str, code: int
+) -> None:
     flags = FLAGS.replace("--global-batch-size 8", "--global-batch-size 2")
-    run = start_launcher(1, tmp_path / "run", f"{flags} --train-iters 4", fault="exit0:0:2:data")
-    assert run.finish().codes == [6]
+    fault = f"{kind}:0:2:data"
+    run = start_launcher(1, tmp_path / "run", f"{flags} --train-iters 4", fault=fault).finish()
+    assert run.codes == [code], run.all_stderr
+    assert (run.status["state"], run.status["exit_code"]) == ("failed", code)
+
+
+ON_A_STALLED_DISK = """
+import os, sys, time
+from pathlib import Path
+from megatron.fault_tolerance import watchdog
+from megatron.fault_tolerance.heartbeat import Heartbeat
+from megatron.fault_tolerance.root_cause import RootCause
+from megatron.status import Status
+
+watchdog.TICK, watchdog.SLACK = 0.1, 0.3
+run_dir, steps = Path(sys.argv[1]), int(sys.argv[2])
+heartbeat = Heartbeat()
+heartbeat.alive = lambda: time.sleep(60)
+signed = Status(state="failed")
+causes = RootCause(run_dir=run_dir, attempt="a", rank=0, world_size=2, signed=signed)
+watchdog.Watchdog(heartbeat, causes, limit=0.2).watch()
+for step in range(steps):
+    heartbeat.at("forward", step)
+    time.sleep(0.05)
+if not steps:
+    heartbeat.at("forward", 0)
+    time.sleep(30)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("steps", "code"), [(60, 0), (0, 1)], ids=["trains", "hangs"])
+def test_a_stalled_disk_ends_only_a_rank_whose_main_thread_hangs(
+    tmp_path: Path, steps: int, code: int
+) -> None:
+    """The timer of faulthandler is what ends it, after at most 0.2 + 2 x 0.3 s."""
+    command = [sys.executable, "-c", ON_A_STALLED_DISK, str(tmp_path), str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("Timeout" in done.stderr) == (code == 1), done.stderr
 
 
 def test_a_tracker_that_takes_long_to_close_does_not_fail_a_finished_run(tmp_path: Path) -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
+from megatron.fault_tolerance import failures as module_of_failures
 from megatron.fault_tolerance.failures import Failures
-from megatron.launch import detect_launch
+from megatron.fault_tolerance.heartbeat import FOLDER
+from megatron.fault_tolerance.run_lock import RunFolderInUse
+from megatron.launch import Launch, detect_launch
 from tests.faults.starting import FLAGS, REPO, SCRIPT, environment
 from tools import doctor_host, faults_table
 
@@ -81,6 +84,32 @@ def test_an_empty_run_folder_is_not_the_current_folder(
     assert Failures(argv=argv).report(ConfigError("run_dir: empty")) == 2
     assert capsys.readouterr().err == "run_dir: empty\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_one_node_lacks_is_told_by_its_first_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 of another node has the file, and tells nothing of it."""
+    monkeypatch.setattr(module_of_failures, "SECONDS_TO_SPEAK", 0.0)
+    for local_rank, told in ((0, "rank 4: valid: absent\n"), (1, "")):
+        rank = 4 + local_rank
+        launch = Launch(
+            launcher="torchrun", rank=rank, world_size=8, local_rank=local_rank, local_world_size=4
+        )
+        assert Failures(argv=[], launch=launch).report(ConfigError("valid: absent")) == 2
+        assert capsys.readouterr().err == told
+
+
+def test_a_refused_start_leaves_the_records_of_the_run_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+    launch = Launch(launcher="torchrun", rank=0, world_size=2, local_rank=0, local_world_size=2)
+    failures = Failures(argv=[], launch=launch, run_dir=tmp_path, attempt="second")
+    assert failures.report(RunFolderInUse("in use by process 7")) == 2
+    assert capsys.readouterr().err == "in use by process 7\n"
+    assert list(tmp_path.iterdir()) == [tmp_path / FOLDER]
+    assert list((tmp_path / FOLDER).iterdir()) == []
 
 
 def test_tools_of_the_tests_say_how_they_are_used(
