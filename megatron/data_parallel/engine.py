@@ -266,6 +266,9 @@ class GradientEngine:
         for bucket in self.buckets:
             # Batch step 13: abort.
             self.reducer.abort(bucket)
+            # Where values travel in blocks, one that is not finite spoils its whole block, and with
+            # it the gap behind its parameter, which no later gradient overwrites.
+            bucket.zero_gaps()
         self._start_over()
 
     @property

@@ -104,7 +104,7 @@ class GridToy(Toy):
             groups,
             cap=1024,
             grad_dtype=torch.float32,
-            alignment=alignment_of(formats),
+            alignment=alignment_of(case, formats),
         )
         rule = AdamW(beta1=0.9, beta2=0.99, eps=1e-8)
         self.optimizer = BucketOptimizer(self.engine, rule, formats=formats)

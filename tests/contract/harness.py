@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from megatron.config import GradientConfig, OffloadConfig, OptimizerConfig, ParallelConfig
-from megatron.data_parallel.bucket import ALIGNMENT, STATE_BLOCK, ParamInfo
+from megatron.data_parallel.bucket import STATE_BLOCK, ParamInfo
+from megatron.data_parallel.bucket_plan import slice_alignment
 from megatron.data_parallel.encoded_wire import open_exchange
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.reduce_scatter import ReduceScatterReducer, entries_on_rank
@@ -246,7 +247,7 @@ class Toy:
             grad_dtype=grad_dtype,
             overlap=overlap,
             stream=case.offloaded,
-            alignment=alignment_of(formats),
+            alignment=alignment_of(case, formats),
         )
         rule = rule or AdamW(beta1=0.9, beta2=0.99, eps=1e-8)
         if case.offloaded:
@@ -384,9 +385,10 @@ class Toy:
         return found
 
 
-def alignment_of(formats: StateFormats | None) -> int:
-    """Return the alignment of slices and shards for states of these formats."""
-    return STATE_BLOCK if formats is not None and formats.has_blocks else ALIGNMENT
+def alignment_of(case: PathCase, formats: StateFormats | None) -> int:
+    """Return the alignment of slices and shards as a run of this case has it."""
+    has_blocks = formats is not None and formats.has_blocks
+    return STATE_BLOCK if has_blocks else slice_alignment(config_of(case))
 
 
 def copies(states: Iterable[tuple[str, torch.Tensor | PerEntryState]]) -> dict[str, torch.Tensor]:
