@@ -29,9 +29,11 @@ from tools.bench.track.leaderboard import (
     EntryStanding,
     Target,
     as_markdown,
+    check_commits,
     checked_rows,
     dense_losses,
     iso_gap,
+    rounds_of,
     standings_of,
     target_of,
 )
@@ -97,6 +99,26 @@ def test_entries_that_reach_the_target_are_ranked_by_the_time_of_a_run() -> None
     assert not board(rows(), times(powersgd_4=1.0))[2].minutes
 
 
+def test_times_have_the_range_of_their_rounds() -> None:
+    fast = times(dense_bf16=6.0, dense_int8=3.0)
+    assert [each[RANKED_BY]["dense_int8"].seconds for each in rounds_of({RANKED_BY: fast})] == [
+        9.0,
+        3.0,
+        0.1,
+    ]
+    (int8,) = (each for each in board(rows(), fast) if each.group.name == "dense_int8")
+    assert int8.minutes_spread == {RANKED_BY: pytest.approx(1920 * (9.0 - 0.1) / 2 / 60)}
+    one = {name: replace(each, rounds=[1.0]) for name, each in fast.items()}
+    assert not any(each.minutes_spread for each in board(rows(), one))
+
+
+def test_rows_of_the_leaderboard_can_be_made_again() -> None:
+    check_commits([row("dense_bf16", 1, 4.0)])
+    for commit, words in (("", "no commit"), ("1a2b3c4-dirty", "1a2b3c4-dirty")):
+        with pytest.raises(ConfigError, match=f"dense_bf16-seed1 has a row of {words}"):
+            check_commits([replace(row("dense_bf16", 1, 4.0), commit=commit)])
+
+
 def test_an_entry_is_compared_with_a_dense_run_that_ends_when_it_does() -> None:
     runs = [("dense_bf16", 1, 4.0, 8), ("dense_bf16", 2, 4.2, 8)]
     runs += [("dense_steps_2", 1, 5.0, 2), ("dense_steps_2", 2, 5.2, 2)]
@@ -154,8 +176,8 @@ def test_rows_of_shorter_runs_need_those_of_the_baseline(tmp_path: Path) -> None
     page = as_markdown(standings, target_of(STUDY, rows()), STUDY, dense)
     assert "runs of 480, 720, 960, 1440, 1920 steps, interpolated" in page.replace("\n", " ")
     # Half the time of a step is that of a dense run of 960 steps, which ended at 5.0.
-    assert "| dense_int8 | 96.0 | -0.980 |" in page
-    assert "| powersgd_4 | 38.4 |  |" in page, "no dense run is as short"
+    assert "| dense_int8 | 96.0 ±142.4 | -0.980" in page
+    assert re.search(r"\| powersgd_4 \| 38.4 ±[0-9.]+ \|  \|", page), "no dense run is as short"
     unknown = {RANKED_BY: times(dense_int8=3.0)}
     assert not any(each.iso_gaps for each in standings_of(STUDY, COMMANDS, rows(), unknown, dense))
     assert dense_losses(STUDY, [row("dense_int8", 1, 4.0)], results) is None
@@ -224,6 +246,22 @@ def test_an_entry_with_a_failed_seed_does_not_reach_the_target() -> None:
             "dense_int8: fork is not that of dense_bf16",
         ),
         (", radius-start-iter: 320}", "}", "radius_0.4.flags: give the step with which the path"),
+        (
+            "flags: {grad-wire: int8}",
+            "flags: {grad-wire: [int8, --load, runs/other, --finetune]}",
+            "dense_int8: load is not that of dense_bf16",
+        ),
+        (
+            "flags: {grad-wire: int8}",
+            "tokens: null\n    flags: {grad-wire: int8, train-samples: 81920, micro-batch-size: 8, "
+            "rampup-batch-size: [32, 32, 40960]}",
+            "dense_int8: rampup-batch-size is not that of dense_bf16",
+        ),
+        (
+            "samo-pruning: random",
+            "samo-pruning: early-bird",
+            "samo_0.9.flags: samo-pruning early-bird begins at a step that the losses choose",
+        ),
         ("powersgd-rank: 4,", "powersgd-rank: 4, lr: 1.0e-2, weight-decay: 0,", ""),
     ],
 )

@@ -17,7 +17,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.config import Config
@@ -44,6 +44,8 @@ SURE = 3.09
 SEEDS = 8
 """Seeds of the baseline, 1 to 8, that fix the target and sigma."""
 RANKED_BY = "50mbit"
+StepTimes = Mapping[str, Mapping[str, StepTime]]
+"""Step times by rate and entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,8 @@ class EntryStanding:
     """An entry on the leaderboard.
 
     `z_score` is None without a target. `minutes` is the time of a whole run by rate, `iso_gaps` the
-    mean loss less that of a dense run of this time.
+    mean loss less that of a dense run of this time. `minutes_spread` and `iso_spread` are half of
+    the range that both have over the rounds in which step times were measured.
     """
 
     group: SeedGroup
@@ -78,6 +81,8 @@ class EntryStanding:
     reaches: bool
     minutes: Mapping[str, float]
     iso_gaps: Mapping[str, float]
+    minutes_spread: Mapping[str, float]
+    iso_spread: Mapping[str, float]
 
     @property
     def order(self) -> tuple[bool, float, float]:
@@ -89,6 +94,7 @@ class EntryStanding:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool and return the exit code."""
     options = _arguments(arguments)
+    is_committed = options.results == RESULTS
     try:
         if not options.results.is_file():
             raise ConfigError(f"--results: {options.results} is no file; tools/study.py makes it")
@@ -96,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands = Commands(study, Path("runs"), Path("data"))
         check_entries(study, commands)
         rows = checked_rows(study, commands, read_rows(options.results))
+        if is_committed:
+            check_commits(rows)
         dense = dense_losses(study, rows, options.shorter)
         standings = standings_of(study, commands, rows, read_times(options.times), dense)
         target = target_of(study, rows)
@@ -107,7 +115,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "target": target and asdict(target),
         "entries": [asdict(each) for each in standings],
     }
-    is_committed = options.results == RESULTS
     write_page(options.out or (FOLDER if is_committed else None), text=text, values=values)
     return 0
 
@@ -131,6 +138,16 @@ def checked_rows(
             told = ", ".join(map(str, seeds))
             raise ConfigError(f"rows of {group}: seeds {told}; must be 1, 2 and so on, each once")
     return list(rows)
+
+
+def check_commits(rows: Sequence[StudyRow]) -> None:
+    """Raise `ConfigError` for a row that no commit can make again."""
+    for row in rows:
+        if not row.commit or row.commit.endswith("-dirty"):
+            raise ConfigError(
+                f"{row.name} has a row of {row.commit or 'no commit'}: commit the files, and run "
+                "it again"
+            )
 
 
 def target_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> Target | None:
@@ -172,36 +189,85 @@ def standings_of(
     study: DeclaredStudy,
     commands: Commands,
     rows: Sequence[StudyRow],
-    times: Mapping[str, Mapping[str, StepTime]],
+    times: StepTimes,
     dense: DenseLosses | None = None,
 ) -> list[EntryStanding]:
     """Return the entries that have rows, the first place first."""
     target = target_of(study, rows)
     entries = {run.group: run for run in study.runs}
+    # First the medians of all rounds, then each round.
+    measured = (times, *rounds_of(times))
     found: list[EntryStanding] = []
     for group in groups_of(rows, study.baselines):
         config, steps = commands.config(entries[group.name]), commands.steps(entries[group.name])
-        minutes = {
-            rate: seconds / 60
-            for rate, by_entry in times.items()
-            if (seconds := run_seconds(group.name, config, by_entry, steps)) is not None
-        }
-        iso_gaps = {
-            rate: gap
-            for rate, taken in minutes.items()
-            if (step := times[rate].get(study.baseline)) is not None
-            and (gap := iso_gap(group.losses, 60 * taken / step.seconds, dense)) is not None
-        }
         losses = list(group.losses.values())
         z_score = target.z_score(losses) if target and losses else None
         reaches = z_score is not None and z_score >= SURE and len(losses) > 1
         reaches &= target is not None and target.is_fixed and not group.failed
+        minutes = [minutes_of(group.name, config, each, steps) for each in measured]
+        gaps = [
+            iso_gaps_of(group, taken, each, study.baseline, dense)
+            for taken, each in zip(minutes, measured, strict=True)
+        ]
         found.append(
             EntryStanding(
-                group=group, z_score=z_score, reaches=reaches, minutes=minutes, iso_gaps=iso_gaps
+                group=group,
+                z_score=z_score,
+                reaches=reaches,
+                minutes=minutes[0],
+                iso_gaps=gaps[0],
+                minutes_spread=half_ranges(minutes[1:]),
+                iso_spread=half_ranges(gaps[1:]),
             )
         )
     return sorted(found, key=lambda each: each.order)
+
+
+def rounds_of(times: StepTimes) -> list[StepTimes]:
+    """Return the step times of each round that all entries have."""
+    steps = [step for by_entry in times.values() for step in by_entry.values()]
+    number = min((len(step.rounds) for step in steps), default=0)
+    return [
+        {
+            rate: {name: replace(step, rounds=[step.rounds[k]]) for name, step in by_entry.items()}
+            for rate, by_entry in times.items()
+        }
+        for k in range(number)
+    ]
+
+
+def half_ranges(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return half of the range of each number over the rounds that have it, if there are two."""
+    by_rate: dict[str, list[float]] = {}
+    for numbers in found:
+        for rate, number in numbers.items():
+            by_rate.setdefault(rate, []).append(number)
+    return {
+        rate: (max(values) - min(values)) / 2 for rate, values in by_rate.items() if len(values) > 1
+    }
+
+
+def minutes_of(entry: str, config: Config, times: StepTimes, steps: int) -> dict[str, float]:
+    """Return the minutes of a whole run by rate, without rates at which it was not timed."""
+    seconds = {rate: run_seconds(entry, config, by, steps) for rate, by in times.items()}
+    return {rate: taken / 60 for rate, taken in seconds.items() if taken is not None}
+
+
+def iso_gaps_of(
+    group: SeedGroup,
+    minutes: Mapping[str, float],
+    times: StepTimes,
+    baseline: str,
+    dense: DenseLosses | None,
+) -> dict[str, float]:
+    """Return `iso_gap` by rate, without rates at which there is none."""
+    lengths = {
+        rate: 60 * taken / times[rate][baseline].seconds
+        for rate, taken in minutes.items()
+        if baseline in times[rate]
+    }
+    gaps = {rate: iso_gap(group.losses, length, dense) for rate, length in lengths.items()}
+    return {rate: gap for rate, gap in gaps.items() if gap is not None}
 
 
 def run_seconds(
@@ -274,12 +340,22 @@ def _cells(
 
 
 def _times(standing: EntryStanding, rates: Sequence[str], dense: DenseLosses | None) -> list[str]:
-    minutes, gaps = standing.minutes, standing.iso_gaps
     cells = [standing.group.name]
-    cells += [f"{minutes[rate]:.1f}" if rate in minutes else "" for rate in rates]
+    cells += [
+        _cell(standing.minutes.get(rate), standing.minutes_spread.get(rate), ".1f")
+        for rate in rates
+    ]
     if dense is None:
         return cells
-    return cells + [f"{gaps[rate]:+.3f}" if rate in gaps else "" for rate in rates]
+    return cells + [
+        _cell(standing.iso_gaps.get(rate), standing.iso_spread.get(rate), "+.3f") for rate in rates
+    ]
+
+
+def _cell(number: float | None, spread: float | None, form: str) -> str:
+    if number is None:
+        return ""
+    return f"{number:{form}}" + ("" if spread is None else f" ±{spread:{form.removeprefix('+')}}")
 
 
 def _note(target: Target | None, study: DeclaredStudy) -> list[str]:
@@ -300,7 +376,8 @@ def _note(target: Target | None, study: DeclaredStudy) -> list[str]:
 def _note_of_times(study: DeclaredStudy, dense: DenseLosses | None) -> list[str]:
     told = (
         "Minutes: of the steps of a whole run, from means of step times on four ranks that share "
-        "two cores, each behind a link of this rate."
+        "two cores, each behind a link of this rate. ±: half of the range over the rounds in which "
+        "step times were measured; the loss has an error of its own."
     )
     if dense is not None:
         seeds = ", ".join(map(str, sorted(dense.seeds)))

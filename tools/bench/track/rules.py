@@ -11,8 +11,10 @@ from megatron.errors import ConfigError
 from tools.studies.commands import Commands
 from tools.studies.declaration import DeclaredRun, DeclaredStudy
 
-CYCLES = ("radius_interval", "roundrobin_interval", "local_steps")
-"""Settings of paths whose steps differ in cost, and repeat after so many."""
+INTERVALS = ("_interval", "local_steps")
+"""Ends of the settings of paths whose steps differ in cost, and repeat after so many."""
+UNUSED = {"samo_early_bird_interval"}
+"""A setting with such an end that nothing reads in an entry; see `check_entries`."""
 START = "_start_iter"
 """End of the settings that delay a path."""
 
@@ -29,10 +31,15 @@ def check_entries(study: DeclaredStudy, commands: Commands) -> None:
                 raise ConfigError(f"{where}: {name} is not that of {study.baseline}")
         if [run.seed for run in runs] != list(range(1, len(runs) + 1)):
             raise ConfigError(f"{where}.seeds: must be 1, 2 and so on, without a gap")
-        if None in (value for name, value in path_settings(commands.config(runs[0])).items()
-                    if name.endswith(START)):  # fmt: skip
+        settings = path_settings(commands.config(runs[0]))
+        if None in (value for name, value in settings.items() if name.endswith(START)):
             raise ConfigError(
                 f"{where}.flags: give the step with which the path begins, *-start-iter"
+            )
+        if settings.get("samo_pruning") == "early-bird":
+            raise ConfigError(
+                f"{where}.flags: samo-pruning early-bird begins at a step that the losses choose, "
+                "so that a run's time cannot be told; give a mask file"
             )
 
 
@@ -42,13 +49,15 @@ def _fixed(run: DeclaredRun, commands: Commands) -> Iterator[tuple[str, object]]
     yield "data", config.data
     yield "precision", (config.precision.fp16, config.precision.bf16)
     yield "global-batch-size", config.training.global_batch_size
+    yield "rampup-batch-size", config.training.rampup_batch_size
     yield "number of steps", commands.steps(run)
     yield "evaluation", config.evaluation
     # A row has the bytes between data-parallel ranks alone, not those between ranks of one copy.
     yield "number of ranks", run.ranks
     yield "number of data-parallel ranks", commands.data_parallel(run)
-    # A fork would have the steps of another run.
+    # Both would have the steps of another run.
     yield "fork", run.fork
+    yield "load", config.checkpoint.load
 
 
 def path_settings(config: Config) -> dict[str, Any]:
@@ -68,7 +77,8 @@ def start_of(config: Config) -> int:
 def cycle_of(config: Config) -> int:
     """Return the steps after which the costs of a path's steps repeat."""
     settings = path_settings(config)
-    return max((value or 1 for name, value in settings.items() if name in CYCLES), default=1)
+    repeats = (name for name in settings if name.endswith(INTERVALS) and name not in UNUSED)
+    return max((settings[name] or 1 for name in repeats), default=1)
 
 
 def wire_of(config: Config) -> str:
