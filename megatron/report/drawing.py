@@ -16,9 +16,10 @@ from dataclasses import KW_ONLY, dataclass, replace
 from html import escape
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -291,10 +292,28 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     symmetrically where a run begins; at the end it only loses its right side.
     """
     array = np.asarray(values, float)
-    finite, index = np.isfinite(array), np.arange(len(array))
-    sums = np.cumsum([0, *np.where(finite, array, 0)])
-    counts = np.cumsum([0, *finite])
-    half = np.minimum(window // 2, index)
-    first, last = index - half, np.minimum(index + half + 1, len(array))
-    with np.errstate(invalid="ignore"):
-        return ((sums[last] - sums[first]) / (counts[last] - counts[first])).tolist()
+    finite = np.isfinite(array)
+    with np.errstate(invalid="ignore", over="ignore"):
+        sums, counts = (
+            _window_sums(of_each, window // 2) for of_each in (np.where(finite, array, 0.0), finite)
+        )
+        return (sums / counts).tolist()
+
+
+def _window_sums(values: NDArray[Any], half: int) -> NDArray[np.float64]:
+    """Return the sum of each value and up to `half` neighbours on both sides, as `smooth` says.
+
+    Differences of cumulative sums would lose all other values beside a huge one. Here values are
+    cut into blocks as long as a window, and a window is the end of a block and the beginning of the
+    next one, so that no sum has a value from outside its window.
+    """
+    count, window = len(values), 2 * half + 1
+    blocks = np.zeros((count // window + 2, window))
+    blocks.flat[:count] = values
+    beginnings = np.cumsum(blocks, axis=1)
+    ends = np.cumsum(blocks[:, ::-1], axis=1)[:, ::-1]
+    # What a block holds before a place: nothing before its first one.
+    before = np.hstack([np.zeros((len(blocks), 1)), beginnings[:, :-1]])
+    whole = ends.flat[: max(count - half, 0)] + before.flat[window : window + max(count - half, 0)]
+    narrow = beginnings[0, : 2 * min(half, count) : 2]
+    return np.concatenate([narrow, whole])

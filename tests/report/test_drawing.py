@@ -37,6 +37,17 @@ def test_smoothing_keeps_a_straight_line_and_steps_over_nan() -> None:
     assert smoothing_window(30) == 1 and smoothing_window(2000) % 2 == 1
 
 
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 10, 100])
+def test_a_mean_is_over_its_own_window_beside_a_huge_value_too(count: int) -> None:
+    values = [1e17 if i == 30 else math.nan if i == 60 else float(i) for i in range(count)]
+    for window in (1, 3, 9):
+        for i, mean in enumerate(smooth(values, window)):
+            half = min(window // 2, i)
+            inside = [v for v in values[i - half : i + half + 1] if math.isfinite(v)]
+            wanted = math.fsum(inside) / len(inside) if inside else math.nan
+            assert mean == pytest.approx(wanted, rel=1e-12, nan_ok=True)
+
+
 @pytest.mark.parametrize(
     ("y", "options", "ticks"),
     [
