@@ -184,7 +184,8 @@ def _step_time_chart(run: RunData) -> Chart:
 
 
 def _memory_chart(run: RunData) -> Chart:
-    unit, size = ("GiB", 2**30) if run.last("peak_memory_bytes") >= 2**30 else ("MiB", 2**20)
+    largest = max(run.finite("peak_memory_bytes"), default=0)
+    unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     peaks = [peak / size for peak in run.steps["peak_memory_bytes"]]
     return Chart(f"Peak memory, one rank ({unit})", _line(run, peaks))
 

@@ -34,9 +34,14 @@ _PATH_PREFIXES = (
 def tiles(run: RunData) -> list[tuple[str, str, str]]:
     """Return the headline figures: (name, figure, remark)."""
     count = len(run.iterations)
-    last = run.last(LOSS) if count else math.nan
     speeds = [v for v in run.finite(PER_SECOND) if v > 0]
-    figures = [("training loss", _loss(last), f"iteration {run.iterations[-1]:,}" if count else "")]
+    figures = [
+        (
+            "training loss",
+            _loss(run.last(LOSS)),
+            f"iteration {run.iterations[-1]:,}" if count else "",
+        )
+    ]
     for kind, name in (("valid", "validation"), ("test", "test")):
         if run.evaluations[kind]:
             loss = run.evaluations[kind][-1][1]

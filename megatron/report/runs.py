@@ -81,8 +81,8 @@ class RunData:
         return self.folder.resolve().name
 
     def last(self, key: str) -> float:
-        """Return the newest finite value of a column, NaN if there is none."""
-        return next(reversed(self.finite(key)), math.nan)
+        """Return the value of the last step in a column, NaN if the step has none."""
+        return next(reversed(self.steps[key]), math.nan)
 
     def finite(self, key: str) -> list[float]:
         """Return the finite values of a column."""

@@ -14,6 +14,8 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.report import read_run, write_report
 from megatron.report.charts import comparison_charts
+from megatron.report.comparison import write_comparison
+from megatron.report.facts import tiles
 from megatron.status import Status, write_status
 from tests.metrics.helpers import evaluated, make_metrics, record
 
@@ -108,6 +110,14 @@ def test_nothing_from_a_file_is_live(tmp_path: Path) -> None:
     assert all(link.startswith("#") for link in re.findall('href="([^"]*)"', page))
     for svg in _svgs(page):
         assert all(not name.startswith("on") for e in svg.iter() for name in e.attrib)
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_the_last_loss_is_shown_even_if_it_is_no_number(tmp_path: Path, lost: float) -> None:
+    run = read_run(make_run(tmp_path / "run", [3.0, 2.0, lost]))
+    assert tiles(run)[0] == ("training loss", str(lost), "iteration 3")
+    page = write_comparison([run, run], tmp_path).read_text()
+    assert f"<td>{lost}</td>" in page and "<td>2.000000</td>" in page  # of validation
 
 
 @pytest.mark.parametrize(
