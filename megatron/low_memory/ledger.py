@@ -32,11 +32,12 @@ from megatron.low_memory.dry_run import (
 from megatron.low_memory.memory_recorder import MemorySample
 from megatron.low_memory.operation_graph import HEAD
 from megatron.low_memory.planned_memory import MemoryColumn, planned_column
+from megatron.metrics import memory
 from megatron.parallel.dims import ParallelDims
 from megatron.pretrain import Paths
 
 CPU = torch.device("cpu")
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 ColumnName = Literal["planned", "tracked", "measured"]
 COLUMNS: tuple[ColumnName, ...] = ("planned", "tracked", "measured")
 
@@ -304,14 +305,12 @@ def resident(field: str) -> int:
         ConfigError: The system does not tell the memory of a process.
     """
     try:
-        lines = STATUS.read_text(encoding="utf-8").splitlines()
+        found = memory.resident(field)
     except OSError as error:
-        raise ConfigError(f"{STATUS}: {error.strerror}; only Linux is measured") from None
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise ConfigError(f"{STATUS}: has no {field}; only Linux is measured")
+        raise ConfigError(f"{memory.STATUS}: {error.strerror}; only Linux is measured") from None
+    if found is None:
+        raise ConfigError(f"{memory.STATUS}: has no {field}; only Linux is measured")
+    return found
 
 
 def restart_peak() -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from megatron.low_memory.memory_recorder import MemorySample, layer_of
 from megatron.low_memory.operation_graph import wide_resnet_graph
 from megatron.low_memory.planned_memory import MemoryColumn
 from megatron.low_memory.strategies import stored_entries
+from megatron.metrics import memory as memory_module
 from megatron.tasks.gpt import LoadedGPT
 from megatron.tensor_parallel.products import must_widen
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
@@ -341,12 +343,14 @@ def test_what_cannot_be_tracked_or_measured_is_planned_and_said(
     ]
 
 
-@pytest.mark.parametrize("file", ["STATUS", "CLEAR_REFS"])
+@pytest.mark.parametrize(
+    ("module", "file"), [(memory_module, "STATUS"), (ledger_module, "CLEAR_REFS")]
+)
 def test_a_system_that_does_not_tell_memory_is_not_measured(
-    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = tmp_path / "proc" / "file"
-    monkeypatch.setattr(ledger_module, file, lost)
+    monkeypatch.setattr(module, file, lost)
     ledger = gpt(STILL)
     assert set(ledger.columns) == {"planned", "tracked"} and set(ledger.missing) == {"measured"}
     assert ledger.missing["measured"].startswith(f"{lost}: No such file or directory")
