@@ -413,14 +413,18 @@ def open_metrics(
 
     if not runtime.is_writer:
         return NullMetrics()
-    start_iteration = 0
+    start_iteration = start_samples = 0
     if origin is not None and (origin.own or not config.checkpoint.finetune):
-        start_iteration = read_manifest(origin.path).step
+        manifest = read_manifest(origin.path)
+        start_iteration = manifest.step
+        start_samples = int(manifest.state.get("progress", {}).get("consumed_samples", 0))
     return Metrics(
         run_dir,
         logging=config.logging,
         train_iters=config.total_iterations(),
         start_iteration=start_iteration,
+        start_samples=start_samples,
+        only_evaluates=config.training.skip_train,
         world_size=runtime.launch.world_size,
         name=config.name,
         formula=task.formula,

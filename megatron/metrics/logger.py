@@ -389,6 +389,9 @@ class Metrics:
     again. When a run resumes, call `cut_metrics` before.
 
     Args:
+        start_iteration: The step from which the run goes on.
+        start_samples: The samples that were consumed up to that step.
+        only_evaluates: Whether the start trains no step (`--skip-train`).
         formula: The operations that `StepRecord.flops` counts.
         summary: The configuration that trackers show.
         bar: Whether to show a progress bar; None: on a terminal.
@@ -404,6 +407,8 @@ class Metrics:
         logging: LoggingConfig,
         train_iters: int,
         start_iteration: int = 0,
+        start_samples: int = 0,
+        only_evaluates: bool = False,
         world_size: int = 1,
         name: str = "",
         formula: str = "",
@@ -429,14 +434,15 @@ class Metrics:
         self._pending: list[TimedRecord] = []
         self._pending_seconds = 0.0
         self._interval: list[StepRecord] = []
-        self._timed_steps: dict[int, int] = {}
         self._first: TimedRecord | None = None
         self._stopwatch = Stopwatch()
-        self._samples = 0
+        self._samples = start_samples
         self._write_failed = False
         self._closed = False
         self._trackers: list[Tracker] = []
-        self._add_trackers(start_iteration=start_iteration, name=name, summary=summary or {})
+        # A start without steps makes no point of an earlier one stale.
+        start = (0, 0) if only_evaluates else (start_iteration, start_samples)
+        self._add_trackers(start=start, name=name, summary=summary or {})
         self._announce_formula(formula)
 
     def log(self, text: str, *, brief: str | None = None) -> None:
@@ -449,14 +455,12 @@ class Metrics:
 
     def step(self, record: StepRecord) -> None:
         """Store one step. If it ends a log interval or the run, print the line and flush."""
-        timed = TimedRecord(self._clock(), record)
+        self._interval.append(record)
+        timed = TimedRecord(self._clock(), record, len(self._interval))
         if self._first is None:
             self._first = timed
         self._pending.append(timed)
-        self._interval.append(record)
         self._stopwatch.add(record)
-        if record.timers:
-            self._timed_steps[record.iteration] = len(self._interval)
         self._pending_seconds += record.step_seconds
         self._samples = record.consumed_samples
         self._console.advance(record)
@@ -503,11 +507,7 @@ class Metrics:
         records, self._pending, self._pending_seconds = self._pending, [], 0.0
         if not records:
             return
-        steps = self._timed_steps
-        lines = [
-            step_values(record, time=when, steps=steps.pop(record.iteration, 1))
-            for when, record in records
-        ]
+        lines = [step_values(record, time=when, steps=steps) for when, record, steps in records]
         self._append(self._jsonl, "".join(map(json_line, lines)))
         interval = self._logging.tensorboard_log_interval
         chosen = [timed for timed in records if timed.record.iteration % interval == 0]
@@ -563,12 +563,14 @@ class Metrics:
         against = f"; MFU is against a peak of {peak:g} TFLOP/s per rank" if peak else ""
         self.log(f"model FLOPs: {formula}{against}", brief="")
 
-    def _add_trackers(self, *, start_iteration: int, name: str, summary: Mapping[str, Any]) -> None:
-        logging = self._logging
+    def _add_trackers(
+        self, *, start: tuple[int, int], name: str, summary: Mapping[str, Any]
+    ) -> None:
+        logging, (start_iteration, start_samples) = self._logging, start
         makers: dict[str, Callable[[], Tracker]] = {}
         if logging.tensorboard_dir:
             makers["TensorBoard"] = lambda: TensorBoardTracker(
-                logging, start_iteration=start_iteration
+                logging, start_iteration=start_iteration, start_samples=start_samples
             )
         if logging.wandb_project:
             makers["wandb"] = lambda: WandbTracker(

@@ -6,6 +6,7 @@ Both are optional. If one of them raises, `Metrics` turns it off with one notice
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -14,14 +15,17 @@ from megatron.errors import missing_extra
 from megatron.metrics.record import Evaluation, StepRecord, perplexity
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
     from megatron.config import LoggingConfig
 
 
 class TimedRecord(NamedTuple):
-    """A step, and the time of its end in seconds since 1970."""
+    """A step, the time of its end in seconds since 1970, and the steps that its timers add up."""
 
     time: float
     record: StepRecord
+    steps: int = 1
 
 
 class Tracker(Protocol):
@@ -50,8 +54,12 @@ def check_trackers(logging: LoggingConfig) -> None:
         raise missing_extra("wandb", "log")
 
 
-def step_scalars(record: StepRecord, logging: LoggingConfig) -> dict[str, float]:
-    """Return the points of one step by curve; flags add throughput, memory and timers."""
+def step_scalars(record: StepRecord, logging: LoggingConfig, *, steps: int = 1) -> dict[str, float]:
+    """Return the points of one step by curve; flags add throughput, memory and timers.
+
+    A timer's point is in seconds per step, as in metrics.jsonl: the maximum over ranks of the mean
+    over the `steps` since the last reading.
+    """
     scalars: dict[str, float] = {
         **record.means,
         "learning-rate": record.lr,
@@ -74,7 +82,7 @@ def step_scalars(record: StepRecord, logging: LoggingConfig) -> dict[str, float]
         scalars["mem-max-allocated-bytes"] = record.peak_memory_bytes
     if logging.log_timers_to_tensorboard:
         scalars["iteration-time"] = record.step_seconds
-        scalars |= {f"{name}-time": max(spread) for name, spread in record.timers.items()}
+        scalars |= {f"{name}-time": max(s) / steps for name, s in record.timers.items()}
     return scalars
 
 
@@ -88,50 +96,65 @@ def evaluation_scalars(evaluation: Evaluation, logging: LoggingConfig) -> dict[s
     return scalars
 
 
+SAMPLES = "samples"
+"""Folder in `--tensorboard-dir` of curves over samples, which TensorBoard shows as a run."""
 _ALSO_OVER_SAMPLES = ("learning-rate", "batch-size", "loss-scale", "grad-norm")
 
 
 class TensorBoardTracker:
-    """Event files in `--tensorboard-dir`; older points after `start_iteration` are hidden."""
+    """Event files in `--tensorboard-dir`, and in its folder `SAMPLES` those of curves over samples.
+
+    Older points after `start_iteration` and `start_samples` are hidden; with 0, none are.
+    """
 
     name = "TensorBoard"
 
-    def __init__(self, logging: LoggingConfig, *, start_iteration: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(self, logging: LoggingConfig, *, start_iteration: int, start_samples: int) -> None:
         self._logging = logging
-        self._writer = SummaryWriter(
-            log_dir=logging.tensorboard_dir,
-            max_queue=logging.tensorboard_queue_size,
-            purge_step=start_iteration + 1 if start_iteration else None,
-        )
+        # TensorBoard hides all points of a folder from one step on, whatever their curves count.
+        self._over_steps = self._open("", start_iteration)
+        self._over_samples = self._open(SAMPLES, start_samples)
 
     def steps(self, records: Sequence[TimedRecord]) -> None:
         """Add steps, in order."""
-        for when, record in records:
-            scalars = step_scalars(record, self._logging)
-            scalars |= {
-                f"{name} vs samples": scalars[name]
-                for name in (*record.means, *_ALSO_OVER_SAMPLES)
-                if name in scalars
-            }
-            self._add(scalars, time=when, step=record.iteration, samples=record.consumed_samples)
+        for when, record, count in records:
+            scalars = step_scalars(record, self._logging, steps=count)
+            names = (name for name in (*record.means, *_ALSO_OVER_SAMPLES) if name in scalars)
+            over_samples = {name: scalars[name] for name in names}
+            self._add(scalars, time=when, step=record.iteration)
+            self._add_over_samples(over_samples, time=when, samples=record.consumed_samples)
 
     def evaluation(self, evaluation: Evaluation, *, time: float, samples: int) -> None:
         """Add the means of the validation or the test set, and show them at once."""
         scalars = evaluation_scalars(evaluation, self._logging)
-        scalars |= {f"{name} vs samples": value for name, value in scalars.items()}
-        self._add(scalars, time=time, step=evaluation.iteration, samples=samples)
-        self._writer.flush()
+        self._add(scalars, time=time, step=evaluation.iteration)
+        self._add_over_samples(scalars, time=time, samples=samples)
+        self._over_steps.flush()
+        self._over_samples.flush()
 
     def close(self) -> None:
         """Write pending values."""
-        self._writer.close()
+        self._over_steps.close()
+        self._over_samples.close()
 
-    def _add(self, scalars: Mapping[str, float], *, time: float, step: int, samples: int) -> None:
+    def _open(self, folder: str, start: int) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(
+            log_dir=os.path.join(self._logging.tensorboard_dir or "", folder),
+            max_queue=self._logging.tensorboard_queue_size,
+            purge_step=start + 1 if start else None,
+        )
+
+    def _add(self, scalars: Mapping[str, float], *, time: float, step: int) -> None:
         for name, value in scalars.items():
-            at = samples if name.endswith("vs samples") else step
-            self._writer.add_scalar(name, value, global_step=at, walltime=time)
+            self._over_steps.add_scalar(name, value, global_step=step, walltime=time)
+
+    def _add_over_samples(self, scalars: Mapping[str, float], *, time: float, samples: int) -> None:
+        for name, value in scalars.items():
+            self._over_samples.add_scalar(
+                f"{name} vs samples", value, global_step=samples, walltime=time
+            )
 
 
 class WandbTracker:
@@ -157,8 +180,9 @@ class WandbTracker:
 
     def steps(self, records: Sequence[TimedRecord]) -> None:
         """Add steps, in order."""
-        for _, record in records:
-            self._run.log(step_scalars(record, self._logging), step=record.iteration)
+        for _, record, count in records:
+            scalars = step_scalars(record, self._logging, steps=count)
+            self._run.log(scalars, step=record.iteration)
 
     def evaluation(self, evaluation: Evaluation, *, time: float, samples: int) -> None:
         """Add the means of the validation or the test set."""

@@ -193,6 +193,24 @@ def test_curves_have_megatrons_names() -> None:
     assert evaluation_scalars(evaluated(1, "test", 2.0), LoggingConfig()) == {"lm loss test": 2.0}
 
 
+def test_timers_are_seconds_per_step_in_trackers_and_files(tmp_path: Path) -> None:
+    flags = {"log_interval": 4, "log_timers_to_tensorboard": True}
+    metrics, _ = make_metrics(tmp_path, **flags)
+    scalars: list[dict[str, float]] = []
+
+    class Scalars(_Recorder):
+        def steps(self, records: list[TimedRecord]) -> None:
+            for _, step, count in records:
+                scalars.append(step_scalars(step, LoggingConfig(**flags), steps=count))
+
+    metrics._trackers.append(Scalars())
+    for i in range(1, 9):
+        metrics.step(record(i, timers={} if i % 4 else {"forward": (2.0, 4.0)}))
+    metrics.close()
+    assert [of_step.get("forward-time") for of_step in scalars] == 2 * [None, None, None, 1.0]
+    assert [line["seconds/forward"] for line in lines_of(tmp_path)[3::4]] == [1.0, 1.0]
+
+
 class _Broken:
     name = "Broken"
 
@@ -291,11 +309,18 @@ def test_missing_package_is_told_before_the_run(
         check_trackers(replace(LoggingConfig(), **{flag: "x"}))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_writes_its_curves(tmp_path: Path) -> None:
+def _points(folder: Path, name: str) -> list[tuple[int, float]]:
+    """Return what TensorBoard shows of a curve."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_writes_its_curves(tmp_path: Path) -> None:
     folder = tmp_path / "tb"
     metrics, _ = make_metrics(
         tmp_path, log_interval=2, tensorboard_dir=str(folder), tensorboard_log_interval=2
@@ -304,8 +329,30 @@ def test_tensorboard_writes_its_curves(tmp_path: Path) -> None:
         metrics.step(record(i, lm_loss=10.0 - i))
     metrics.evaluation(evaluated(4, "valid", 3.0))
     metrics.close()
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("lm loss")] == [(2, 8.0), (4, 6.0)]
-    assert [e.step for e in events.Scalars("lm loss vs samples")] == [16, 32]
-    assert [(e.step, e.value) for e in events.Scalars("lm loss validation")] == [(4, 3.0)]
+    assert _points(folder, "lm loss") == [(2, 8.0), (4, 6.0)]
+    assert _points(folder / "samples", "lm loss vs samples") == [(16, 8.0), (32, 6.0)]
+    assert _points(folder, "lm loss validation") == [(4, 3.0)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_resumed_run_hides_the_points_that_it_makes_again_and_no_others(tmp_path: Path) -> None:
+    folder, samples = tmp_path / "tb", tmp_path / "tb" / "samples"
+
+    def start(after: int, last: int, loss: float, **options: object) -> None:
+        begin = {"start_iteration": after, "start_samples": 8 * after}
+        metrics, _ = make_metrics(tmp_path, tensorboard_dir=str(folder), **begin, **options)
+        for i in range(after + 1, last + 1):
+            metrics.step(record(i, lm_loss=loss))
+        metrics.evaluation(evaluated(max(after, last), "valid", loss))
+        metrics.close()
+
+    start(0, 6, 3.0)
+    start(4, 5, 2.0)
+    losses = [(1, 3.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 2.0)]
+    for _ in range(2):
+        assert _points(folder, "lm loss") == losses
+        assert _points(samples, "lm loss vs samples") == [(8 * i, loss) for i, loss in losses]
+        # A start that only evaluates hides nothing, and its points are at the samples of its step.
+        start(3, 0, 7.0, only_evaluates=True)
+    assert (24, 7.0) in _points(samples, "lm loss validation vs samples")
+    assert (3, 7.0) in _points(folder, "lm loss validation")

@@ -303,6 +303,21 @@ def test_skip_train_evaluates_and_saves_nothing(ranks: Ranks, tmp_path: Path) ->
     assert len(valid) == len(test) == 2 and valid[0] == valid[1] and test[0] == test[1]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_start_that_only_evaluates_knows_the_samples_of_its_step(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ranks.run(1, train, TINY, tmp_path)
+    flags = TINY.replace("--train-iters 8 --lr 3e-3", "--skip-train")
+    ranks.run(1, train, f"{flags} --tensorboard-dir {tmp_path / 'curves'}", tmp_path)
+    events = EventAccumulator(str(tmp_path / "curves" / "samples"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("lm loss validation vs samples")] == [8 * 16]
+
+
 @pytest.mark.parametrize("window", ["0 3", "7 12", "4 100"])
 def test_a_profile_window_may_lie_anywhere(ranks: Ranks, tmp_path: Path, window: str) -> None:
     start, end = window.split()
