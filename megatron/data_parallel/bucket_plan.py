@@ -6,6 +6,7 @@ and classes for every gradient path: ranks with equal plans issue equal collecti
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -15,7 +16,14 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron.data_parallel.bucket import ALIGNMENT, STATE_BLOCK, Slice
-from megatron.data_parallel.wire_format import block_of, format_of, mean_bytes, part_bytes
+from megatron.data_parallel.wire_format import (
+    block_of,
+    chunk_length,
+    format_of,
+    mean_bytes,
+    padded_count,
+    part_bytes,
+)
 from megatron.parallel.tensor_shard import TensorShard
 
 if TYPE_CHECKING:
@@ -363,28 +371,39 @@ def mean_traffic(
 
 
 def plan_wire(config: Config, rank: RankShapes) -> PathBytes:
-    """Return the bytes of an encoded wire: encoded values, and what the reducer keeps of rounding.
+    """Return the bytes of an encoded wire, and what the reducer keeps of rounding.
 
     At most all buckets are on their way at a time, as sent and as received, in chunks or in shards,
-    whichever are longer with their padding. What is kept takes two buffers of the bucket's length,
-    one of which a dropped step leaves unchanged.
+    whichever are longer with their padding. Few chunks at a time are fp32: on a GPU, whose stream
+    handles one bucket after the other, a mean and what is added to it; on a CPU a hook encodes
+    another bucket meanwhile.
     """
     wire = config.gradient.grad_wire
     if wire is None or rank.ranks == 1:
         return PathBytes()
-    encoded = 0
-    for bucket in rank.buckets:
-        chunks = payload(bucket, bucket.numel, ranks=rank.ranks, grad_bytes=4, wire=wire)
-        shards = 0
+    encoded = longest = 0
+    for bucket in filter(lambda bucket: bucket.numel, rank.buckets):
+        form = format_of(wire, matrix=bucket.kind.matrix)
+        chunk = chunk_length(form, bucket.numel, rank.ranks)
         if config.parallel.use_distributed_optimizer:
             own = shard_length(bucket.numel, rank.ranks, slice_alignment(config))
-            shards = rank.ranks * part_payload(bucket, own, 4, wire)
-        encoded += max(chunks, shards)
-    passing = {"encoded values": 2 * encoded}
+            chunk = max(chunk, padded_count(form, own))
+        encoded += rank.ranks * part_bytes(form, chunk)
+        longest = max(longest, chunk)
+    decoded = (3 if rank.device == "cpu" else 2) * 4 * longest
+    passing = {"encoded values": 2 * encoded, "decoded values": decoded}
+    return dataclasses.replace(plan_rounding(config, rank), passing=passing)
+
+
+def plan_rounding(config: Config, rank: RankShapes) -> PathBytes:
+    """Return the bytes that keep what an encoded wire rounds off matrices.
+
+    They take two buffers of a bucket's length, one of which a dropped step leaves unchanged.
+    """
     if not config.gradient.keeps_rounding:
-        return PathBytes(passing=passing)
+        return PathBytes()
     entries = sum(bucket.numel for bucket in rank.buckets if bucket.kind.matrix)
-    return PathBytes(kept={"wire feedback": 2 * 4 * entries}, passing=passing, own=4 * entries)
+    return PathBytes(kept={"wire feedback": 2 * 4 * entries}, own=4 * entries)
 
 
 def payload(

@@ -23,7 +23,7 @@ import torch
 from megatron.data_parallel.codecs import CODECS
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.wire import Wire
-from megatron.data_parallel.wire_format import block_of, chunk_length, format_of, part_bytes
+from megatron.data_parallel.wire_format import chunk_length, format_of, padded_count, part_bytes
 from megatron.parallel.groups import Group, ProcessGroups
 from megatron.parallel.traffic import Waitable
 
@@ -107,7 +107,11 @@ class EncodedWire(Wire):
 
 
 class _EncodedMean:
-    """One mean: its encoded chunks of `chunk` values, fewer where the last ones lack some."""
+    """One mean: its encoded chunks of `chunk` values, fewer where the last ones lack some.
+
+    Means of all buckets may be in progress, so the object holds encoded chunks only. Each call
+    allocates the chunks that it needs in fp32: `scatter` one, `keep` and `gather` two.
+    """
 
     def __init__(
         self,
@@ -120,9 +124,8 @@ class _EncodedMean:
         self._codec = CODECS[form]
         self._group, self._values, self._lost, self._chunk_length = group, values, lost, chunk
         self._row_bytes = part_bytes(form, chunk)
-        padded = -(-chunk // block_of(form)) * block_of(form)
+        self._padded_length = padded_count(form, chunk)
         self._mine = self._new_rows()
-        self._scratch = values.new_empty(padded, dtype=torch.float32)
 
     @property
     def bytes_scattered(self) -> int:
@@ -136,21 +139,22 @@ class _EncodedMean:
 
     def scatter(self) -> Waitable | None:
         """Encode the chunks of the other ranks, and start to send each to its rank."""
+        scratch = self._new_chunk()
         for rank in range(self._group.size):
             if rank == self._group.rank:
                 self._mine[rank].zero_()
                 continue
-            self._codec.encode(self._values_of(rank), self._mine[rank])
+            self._codec.encode(self._values_of(rank, scratch), self._mine[rank])
             if self._lost is not None:
                 chunk = self._chunk(rank)
-                sent = self._decoded(self._mine[rank])[: chunk.numel()]
-                torch.sub(chunk, sent, out=self._of(self._lost, rank))
+                self._codec.decode(self._mine[rank], scratch)
+                torch.sub(chunk, scratch[: chunk.numel()], out=self._of(self._lost, rank))
         self._received = self._new_rows()
         return self._group.all_to_all(self._received, self._mine, async_op=True)
 
     def keep(self, arrives: Waitable | None) -> None:
         """Wait for the chunks, and replace this rank's chunk by its mean, which is not rounded."""
-        mean, group = self._mean(arrives), self._group
+        mean, group = self._mean(arrives, self._new_chunk()), self._group
         own = self._chunk(group.rank)
         own.copy_(mean[: own.numel()])
         if self._lost is not None:
@@ -161,26 +165,32 @@ class _EncodedMean:
 
         Waits for both collectives.
         """
-        mean, group, codec = self._mean(arrives), self._group, self._codec
+        group, codec, scratch = self._group, self._codec, self._new_chunk()
+        mean = self._mean(arrives, scratch)
         codec.encode(mean, self._received[group.rank])
         if self._lost is not None:
             lost = self._of(self._lost, group.rank)
-            mean.sub_(self._decoded(self._received[group.rank])).mul_(group.size)
+            codec.decode(self._received[group.rank], scratch)
+            mean.sub_(scratch).mul_(group.size)
             lost.copy_(mean[: lost.numel()])
         returns.all_gather(self._received, self._received[group.rank])
         for rank in range(group.size):
             chunk = self._chunk(rank)
-            chunk.copy_(self._decoded(self._received[rank])[: chunk.numel()])
+            codec.decode(self._received[rank], scratch)
+            chunk.copy_(scratch[: chunk.numel()])
 
-    def _mean(self, arrives: Waitable | None) -> torch.Tensor:
+    def _mean(self, arrives: Waitable | None, scratch: torch.Tensor) -> torch.Tensor:
         """Wait for the chunks; return the mean of this rank's chunk: fp32, padded with zeros."""
         if arrives is not None:
             arrives.wait()
-        group = self._group
-        mean = torch.zeros_like(self._scratch)
+        group, mean = self._group, self._new_chunk().zero_()
         for rank in range(group.size):
-            is_own = rank == group.rank
-            mean += self._values_of(rank) if is_own else self._decoded(self._received[rank])
+            if rank == group.rank:
+                own = self._chunk(rank)
+                mean[: own.numel()] += own
+            else:
+                self._codec.decode(self._received[rank], scratch)
+                mean += scratch
         return mean.div_(group.size)
 
     def _chunk(self, rank: int) -> torch.Tensor:
@@ -189,19 +199,18 @@ class _EncodedMean:
     def _of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         return flat[rank * self._chunk_length : (rank + 1) * self._chunk_length]
 
-    def _values_of(self, rank: int) -> torch.Tensor:
-        """Return a chunk in fp32, with zeros up to whole blocks; not to be written to."""
+    def _values_of(self, rank: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Return a chunk in fp32, with zeros up to whole blocks: the values, or else `scratch`."""
         chunk = self._chunk(rank)
-        if chunk.dtype == torch.float32 and chunk.numel() == self._scratch.numel():
+        if chunk.dtype == torch.float32 and chunk.numel() == scratch.numel():
             return chunk
-        padded = torch.zeros_like(self._scratch)
-        padded[: chunk.numel()] = chunk
-        return padded
+        scratch[: chunk.numel()] = chunk
+        scratch[chunk.numel() :] = 0.0
+        return scratch
 
-    def _decoded(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the values of an encoded chunk; the next call overwrites them."""
-        self._codec.decode(row, self._scratch)
-        return self._scratch
+    def _new_chunk(self) -> torch.Tensor:
+        """Return uninitialized memory for a chunk, padded to whole blocks: fp32."""
+        return self._values.new_empty(self._padded_length, dtype=torch.float32)
 
     def _new_rows(self) -> torch.Tensor:
         rows = (self._group.size, self._row_bytes)

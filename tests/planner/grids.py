@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.config import GPTConfig, parse, resolve
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket_plan import bucket_elements
 from megatron.data_parallel.node_reducer import NodeReducer
 from megatron.data_parallel.outer_step import LocalReducer
@@ -24,6 +25,7 @@ from radius.baselines.powersgd import PowerSGDReducer
 from radius.bitmap_index import BitmapIndex
 from radius.offset_index import OffsetIndex
 from radius.reducer import RadiusReducer
+from radius.residual import WireResidual
 from samo.layout import CompressedLayout
 from tests.ranks import Ranks
 from tests.ranks import grid as groups_of
@@ -154,6 +156,12 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
         apart = [w for w in waits if w is not None and w.data_ptr() not in known]
         found["residual"] = sum(bytes_of(apart).values())
         found["values"] = sum(v.nbytes for each in reducer._own for v in each._kept.values())
+        wires = [r for each in reducer._own if isinstance(r := each.residual, WireResidual)]
+        spare = [each._spare for each in wires if each._spare is not None]
+        found["wire feedback"] = sum(each.nbytes for each in spare)
+    if isinstance(reducer, AllReduceReducer):
+        kept = [t for each in reducer._feedback.values() for t in (each._kept, each._lost)]
+        found["wire feedback"] = sum(t.nbytes for t in kept if t is not None)
     if isinstance(reducer, FeedbackReducer):
         buffers = (*reducer._residual.values(), *reducer.offered.values())
         found["residual"] = sum(tensor.nbytes for tensor in buffers)

@@ -53,6 +53,10 @@ CASES = {
     "samo zero": (2, f"{SAMO} --use-distributed-optimizer --bf16"),
     "both": (2, f"{SAMO} --grad-path samo+radius {RADIUS} --bf16"),
     "sequence": (4, f"{TP} --sequence-parallel --bf16 {FULL}"),
+    "wire": (2, "--grad-wire int8"),
+    "wire zero": (2, "--grad-wire int4 --bf16 --accumulate-allreduce-grads-in-fp32 "
+                  "--use-distributed-optimizer"),
+    "radius wire": (2, f"--grad-path radius {RADIUS} --grad-wire int4"),
     "four": (4, "--tensor-model-parallel-size 4 --untie-embeddings-and-output-weights "
              f"{FULL} --recompute-method block --recompute-num-layers 2"),
     "grid": (4, f"{TP} {PP} --sequence-parallel"),
