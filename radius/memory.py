@@ -103,14 +103,16 @@ def planned_bytes(
     value_bytes: int,
     shards: int = 1,
     alignment: int = ALIGNMENT,
+    selects_by_gradient: bool = False,
 ) -> PathBytes:
     """Return the bytes in memory and in a checkpoint, once entries are selected.
 
     Index and residual include the alignment gaps of the buckets, unlike in `radius_bytes`, so the
     figures are exact for tensors that this rank holds alone. `shards`: the ranks of a node, each of
     which has one shard of every bucket; shards begin at multiples of `alignment`.
+    `selects_by_gradient`: a resample holds a copy of the mean of all matrices until it selects.
     """
-    index = waiting = values = rest = everything = 0
+    index = waiting = values = rest = everything = means = 0
     bits = keeps_bits(rank.device, density)
     for whole in _chosen(rank, density):
         bucket = _shard_of(whole, shards, alignment)
@@ -121,14 +123,16 @@ def planned_bytes(
             sent += _part_of(bucket, rolling_interval)
             each += 4 * (residual != "none")
         values += each * sent
+        means += value_bytes * bucket.entries * selects_by_gradient
         everything += -(-whole.entries // 8)
         rest += (bucket.entries - bucket.chosen) * (residual != "none")
     kept, lasting = {"index": index, "residual": waiting}, rank.device == "cpu"
     compact = {"values": values}
+    copied = {"mean gradients": means} if means else {}
     # A checkpoint has one bit per entry for the selection, and the residual of unselected entries.
     return PathBytes(
         kept=kept | compact if lasting else kept,
-        passing={} if lasting else compact,
+        passing=copied if lasting else copied | compact,
         shared=everything,
         own=4 * rest,
     )

@@ -17,6 +17,7 @@ from megatron.data_parallel.bucket_plan import (
     PathBytes,
     RankShapes,
     StepTraffic,
+    plan_rounding,
     plan_wire,
     slice_alignment,
 )
@@ -256,7 +257,7 @@ class RadiusPath(GradientPath):
         return not kind.matrix or self._options(config).density == 1
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """Return the bytes of index, residual and values.
+        """Return the bytes of index, residual and values, and of what a wire takes beside them.
 
         On a CPU all of them persist; on a GPU `values` exist only while they are sent.
         """
@@ -270,8 +271,12 @@ class RadiusPath(GradientPath):
             value_bytes=BYTES[config.precision.grad_dtype],
             shards=config.parallel.dp_inner_size,
             alignment=slice_alignment(config),
+            selects_by_gradient=options.radius_select == "gradient",
         )
         wire = plan_wire(config, rank)
+        if options.density < 1:
+            # A single rank, which encodes nothing, allocates the buffers too.
+            wire = dataclasses.replace(plan_rounding(config, rank), passing=wire.passing)
         # The residual is one of the two buffers that keep what the wire loses.
         kept = {kind: size - found.kept["residual"] for kind, size in wire.kept.items()}
         return dataclasses.replace(

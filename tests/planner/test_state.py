@@ -57,6 +57,7 @@ CASES = {
     "wire zero": (2, "--grad-wire int4 --bf16 --accumulate-allreduce-grads-in-fp32 "
                   "--use-distributed-optimizer"),
     "radius wire": (2, f"--grad-path radius {RADIUS} --grad-wire int4"),
+    "radius wire alone": (1, f"--grad-path radius {RADIUS} --grad-wire int8"),
     "four": (4, "--tensor-model-parallel-size 4 --untie-embeddings-and-output-weights "
              f"{FULL} --recompute-method block --recompute-num-layers 2"),
     "grid": (4, f"{TP} {PP} --sequence-parallel"),

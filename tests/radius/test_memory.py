@@ -20,9 +20,10 @@ from megatron.optimizer.update_rules import AdamW, Hyper
 from megatron.parallel.groups import Group
 from radius.bitmap_index import BitmapIndex
 from radius.index import index_bytes
-from radius.memory import memory_note, radius_bytes
+from radius.memory import memory_note, planned_bytes, radius_bytes
 from radius.native_library import native_library
 from radius.reducer import RadiusReducer, RadiusSettings
+from tests.planner.shapes import rank_of
 from tools.bench.common.tensors import storages
 
 ENTRIES = 3_000_000 // 64 * 64
@@ -216,6 +217,26 @@ def test_a_bitmap_is_as_large_as_planned() -> None:
     index = BitmapIndex(ENTRIES // 1024 * 1024, torch.device("cpu"))
     planned = index_bytes(index.length, index.length // 3, bits=True)
     assert planned <= index.nbytes < 1.01 * planned < 0.2 * index.length
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_selection_by_gradient_holds_a_copy_of_all_means_until_it_selects(
+    dtype: torch.dtype,
+) -> None:
+    bench, rank = BucketBench("0.4", dtype, select="gradient"), rank_of({"w": (ENTRIES, 1)})
+    planned = planned_bytes(
+        rank,
+        density=Fraction("0.4"),
+        residual="separate",
+        rolling_interval=None,
+        value_bytes=dtype.itemsize,
+        selects_by_gradient=True,
+    )
+    before = storages()
+    bench.reducer.reduce(bench.bucket, StepContext(4)).wait()
+    held = sum(size for at, size in storages().items() if at not in before)
+    copied = planned.passing["mean gradients"]
+    assert copied == dtype.itemsize * ENTRIES and copied <= held < copied + SLACK
 
 
 def test_rounding_that_is_kept_takes_a_second_buffer() -> None:

@@ -227,6 +227,8 @@ ALIGNED = 1024 + 128
             {"index": 4 * 409, "residual": 4 * BUCKET, "values": 8 * (409 + 7)},
         ),
         ("--device cuda", {"index": 4 * (1024 // 8 + 16), "residual": 4 * BUCKET}),
+        ("--radius-select gradient", {"mean gradients": 4 * 1021}),
+        ("--radius-select gradient --radius-density 1", {}),
     ],
 )
 def test_planned_bytes(
@@ -242,6 +244,7 @@ def test_planned_bytes(
     passing = {
         "cuda": {"values"},
         "wire": {"encoded values", "decoded values"},
+        "gradient": {"mean gradients"} & expected.keys(),
     }
     expected_passing = [kinds for word, kinds in passing.items() if word in flags]
     assert found.passing.keys() == set().union(*expected_passing)
