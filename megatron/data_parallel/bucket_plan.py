@@ -420,7 +420,7 @@ def payload(
 
 def part_payload(bucket: BucketPlan, entries: int, grad_bytes: int, wire: str | None) -> int:
     """Return the bytes of a shard of `entries` values of a bucket in a reduce-scatter."""
-    if wire is None:
+    if wire is None or not entries:
         return grad_bytes * entries
     return part_bytes(format_of(wire, matrix=bucket.kind.matrix), entries)
 

@@ -117,7 +117,8 @@ class ReduceScatterReducer(AllReduceReducer):
         scatter = bucket.grad.is_cuda or not self.exchange.is_exact
         if self.scatter is not None:
             scatter = self.scatter
-        if bucket.shard is None or bucket.storage is None or not scatter:
+        # `average` sends nothing of an empty bucket.
+        if bucket.shard is None or bucket.storage is None or not scatter or not bucket.numel:
             return super().reduce(bucket, step)
         own = bucket.shard.where
         transfer = self.exchange.mean_of_part(

@@ -16,13 +16,15 @@ from megatron.checkpoint.store import Checkpoint, LocalShard, save_checkpoint
 from megatron.data_parallel import engine
 from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import GradBucket, ParamInfo, Slice
-from megatron.data_parallel.bucket_plan import shard_length
+from megatron.data_parallel.bucket_plan import mean_traffic, shard_length
+from megatron.data_parallel.encoded_wire import EncodedWire
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.layout import DenseLayout
 from megatron.data_parallel.mean_reducer import mean_reducer
 from megatron.data_parallel.reduce_scatter import ReduceScatterReducer
+from megatron.data_parallel.reducer import StepContext
 from megatron.errors import NumericsError
 from megatron.fault_tolerance.replicas import compare_replicas
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
@@ -46,6 +48,7 @@ from tests.contract.harness import (
     gradients,
     same,
 )
+from tests.planner.shapes import rank_of
 from tests.ranks import Ranks, grid
 
 DENSE = PathCase("dense")
@@ -89,6 +92,39 @@ def test_slices_of_all_ranks_are_all_of_a_parameter() -> None:
     assert found["b"] == [Slice(0, 0), Slice(0, 5), Slice(5, 0), Slice(5, 0)]
     assert found["c"] == [Slice(0, 0), Slice(0, 64), Slice(64, 128), Slice(192, 108)]
     assert [shard_length(numel, 4) for numel in (64, 256, 320)] == [64, 64, 128]
+
+
+def on_rank_empty(groups: ProcessGroups, wire: str) -> tuple[int, int]:
+    """Reduce an empty bucket over a wire; return the entries of the mean, and the bytes sent."""
+    exchange = Exchange(groups.dp, EncodedWire(wire, groups.second_dp))
+    reducer = ReduceScatterReducer(exchange, feedback={"w": 0})
+    bucket = GradBucket(
+        index=0,
+        slices={"w": Slice(0, 0)},
+        grad=torch.zeros(0),
+        weight_decay=True,
+        tied=False,
+        tp_sharded=False,
+    )
+    reducer.attach([bucket], DenseLayout())
+    mean = reducer.reduce(bucket, StepContext(t=1)).wait()
+    reducer.commit(bucket, None)
+    return mean.values.numel(), reducer.stats().bytes_sent
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4"])
+def test_nothing_is_sent_of_an_empty_bucket(ranks: Ranks, wire: str) -> None:
+    """A tensor-parallel rank may store no entry of the parameters of a bucket."""
+    assert ranks.run(2, on_rank_empty, wire) == [(0, 0)] * 2
+    planned = mean_traffic(
+        rank_of({"w": (0, 1)}, ranks=2),
+        steps=1,
+        grad_bytes=4,
+        param_bytes=2,
+        sharded=True,
+        wire=wire,
+    )
+    assert [each.bytes_sent(2) for each in planned] == [0]
 
 
 def on_rank_choice(groups: ProcessGroups) -> list[str]:
