@@ -193,6 +193,7 @@ class DilocoPath(GradientPath):
         exchange: Exchange,
     ) -> LocalReducer:
         from megatron.data_parallel.outer_step import LocalReducer, OuterSGD
+        from megatron.parallel.tensor_shard import ModelShard
 
         options = _options(config)
         return LocalReducer(
@@ -202,7 +203,7 @@ class DilocoPath(GradientPath):
             entries={info.name: info.local_entries for info in infos},
             compression=options.compression,
             keeps_rounding=config.gradient.keeps_rounding,
-            copies=groups.tp,
+            model_shard=ModelShard(infos, groups),
         )
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:

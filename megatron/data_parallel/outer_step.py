@@ -33,7 +33,7 @@ from megatron.data_parallel.top_k_feedback import TopKFeedback
 from megatron.data_parallel.wire_feedback import WireFeedback
 from megatron.data_parallel.wire_format import TopKCompression
 from megatron.errors import ConfigError
-from megatron.parallel.groups import Group
+from megatron.parallel.tensor_shard import ModelShard
 
 MOMENTUM = "outer_momentum/"
 """Prefix of the outer optimizer's momentum among the state of the path."""
@@ -106,7 +106,7 @@ class LocalReducer(GradientReducer):
         entries: Number of entries of each parameter on this rank, without padding.
         compression: The entries of matrices that are sent, and their format; None for all.
         keeps_rounding: Keep what an encoded wire loses of matrices, and send it in the next round.
-        copies: The tensor-parallel ranks, which hold copies of some parameters; None for one rank.
+        model_shard: This rank's part of the model; None for a whole model.
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class LocalReducer(GradientReducer):
         entries: Mapping[str, int],
         compression: TopKCompression | None = None,
         keeps_rounding: bool = False,
-        copies: Group | None = None,
+        model_shard: ModelShard | None = None,
     ) -> None:
         super().__init__(exchange)
         self.anchors: list[Anchor] = []
         self._rounds, self._outer, self._entries = rounds, outer, entries
         self._compression, self._keeps_rounding = compression, keeps_rounding
-        self._copies = copies
+        self._model_shard = model_shard or ModelShard()
         self._averaged = 0
         self._notes: list[str] = []
 
@@ -152,7 +152,8 @@ class LocalReducer(GradientReducer):
 
         Shards of unequal size may fill other buckets. Collective over tensor-parallel ranks.
         """
-        if self._copies is None or self._rounds.fragments == 1 or not self.anchors:
+        copies = self._model_shard.tp
+        if copies is None or self._rounds.fragments == 1 or not self.anchors:
             return
         turns = [
             f"{name} {anchor.fragment}"
@@ -160,7 +161,7 @@ class LocalReducer(GradientReducer):
             if not anchor.bucket.tp_sharded
             for name in anchor.bucket.names
         ]
-        if len(set(self._copies.all_gather_str("\n".join(turns)))) > 1:
+        if len(set(copies.all_gather_str("\n".join(turns)))) > 1:
             raise ConfigError(
                 f"local_fragments {self._rounds.fragments}: tensor-parallel ranks have other "
                 "buckets, so that copies of a parameter would be averaged at different steps; give "
@@ -195,7 +196,11 @@ class LocalReducer(GradientReducer):
                 sent.append(self._send(anchor, weight))
         for (anchor, weight), transfer in zip(ended, sent, strict=True):
             self._receive(anchor, weight, transfer)
-        self._averaged += sum(self._entries_sent(anchor.bucket) for anchor, _ in ended)
+        self._averaged += sum(
+            self._entries_sent(anchor.bucket)
+            for anchor, _ in ended
+            if self._model_shard.owns(anchor.bucket)
+        )
         return [anchor.bucket for anchor, _ in ended]
 
     def swap(self, weights: Sequence[torch.Tensor]) -> list[GradBucket]:
@@ -239,8 +244,10 @@ class LocalReducer(GradientReducer):
 
     def stats(self, *, full: bool = False) -> ReducerStats:
         sent, waited = self.exchange.take_counters()
-        averaged, self._averaged = self._averaged, 0
-        entries = sum(anchor.bucket.numel for anchor in self.anchors)
+        buckets = [anchor.bucket for anchor in self.anchors]
+        entries = sum(bucket.numel for bucket in buckets if self._model_shard.owns(bucket))
+        averaged, entries = self._model_shard.total([self._averaged, entries])
+        self._averaged = 0
         density = averaged / entries if entries else 0.0
         notes, self._notes = tuple(self._notes), []
         return ReducerStats(bytes_sent=sent, wait_seconds=waited, density=density, notes=notes)

@@ -14,6 +14,8 @@ from megatron.data_parallel.wire_feedback import WireFeedback
 from megatron.optimizer.update_rules import SGD
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
+from tests.contract.grid import GridToy, on_grid
+from tests.contract.grid import gradients as grid_gradients
 from tests.contract.harness import (
     FRAGMENTS,
     PATHS,
@@ -221,6 +223,32 @@ def test_turns_without_a_bucket_are_told_once(fragments: int, words: str) -> Non
     told = " ".join(toy.engine.stats().notes)
     assert words in told and bool(told) == bool(words)
     assert not toy.engine.stats().notes
+
+
+def on_rank_density(groups: ProcessGroups, case: PathCase) -> list[tuple[float, int, int]]:
+    """Return for each step the density, and the entries that a stage averages and has.
+
+    The second stage does not count its copy of the tied embedding.
+    """
+    toy = GridToy(on_grid(groups, "PP2"), case)
+    local, found = toy.engine.local_steps, []
+    assert local is not None
+    owned = [each for each in local.anchors if toy.engine.model_shard.owns(each.bucket)]
+    entries = sum(each.bucket.numel for each in owned)
+    for number in range(9):
+        toy.step([grid_gradients(number, 0)])
+        averaged = sum(each.bucket.numel for each in owned if not each.is_left)
+        found.append((toy.engine.stats().density, averaged, entries))
+    return found
+
+
+def test_the_density_is_that_of_all_stages(ranks: Ranks) -> None:
+    stages = ranks.run(2, on_rank_density, PathCase("diloco", FRAGMENTS, local=True))
+    for steps in zip(*stages, strict=True):
+        (first, *averaged), (second, *also_averaged) = [(d, *counts) for d, *counts in steps]
+        sent, entries = (a + b for a, b in zip(averaged, also_averaged, strict=True))
+        assert first == second == pytest.approx(sent / entries)
+    assert sum(density for density, _, _ in stages[0]) == pytest.approx(1.0)
 
 
 # ---- 10: state goes out and comes back -----------------------------------------------------------
