@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.data_parallel.all_reduce import AllReduceReducer
+from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.node_reducer import NodeReducer
 from megatron.optimizer.state_formats import StateFormats
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.groups import Group, ProcessGroups
 from megatron.sparse import selection
 from tests.contract.grid import GridToy, gradients, logical
 from tests.contract.harness import FEW, SHORT, PathCase, Toy, same
@@ -108,6 +110,12 @@ def test_shards_select_send_and_keep_what_whole_gradients_would(
         assert kept or case is DROPPING
         assert all(whole[name].shape[0] == NODES and whole[name].any() for name in kept)
         assert same(whole, shards) == []
+
+
+def test_no_bound_of_one_rank_holds_for_sums_between_nodes() -> None:
+    inner, outer = Exchange(Group((0, 1), 0)), Exchange(Group((0, 2), 0))
+    assert AllReduceReducer(inner).overflow_bound == 1.0
+    assert NodeReducer(inner, AllReduceReducer(outer)).overflow_bound is None
 
 
 def on_rank_limit(groups: ProcessGroups) -> list[str]:
