@@ -311,10 +311,16 @@ class DeMoReducer(FeedbackReducer):
         self.options = options
         self._matrices: dict[int, list[_ChunkedMatrix]] = {}
 
+    @property
+    def sends_all_by(self) -> str:
+        options = self.options
+        flags = f"--demo-k {options.demo_k} with --demo-chunk {options.demo_chunk}"
+        return flags if options.sends_all else ""
+
     def plan(self, bucket: GradBucket) -> Sequence[str]:
         from megatron.transfer import to_device
 
-        if self.options.sends_all:
+        if self.sends_all_by:
             return ()
         self._matrices[bucket.index] = found = list[_ChunkedMatrix]()
         at, device = 0, bucket.grad.device

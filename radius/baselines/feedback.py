@@ -99,6 +99,11 @@ class FeedbackReducer(GradientReducer, ABC):
 
     # ---- for subclasses ------------------------------------------------------------------------
 
+    @property
+    def sends_all_by(self) -> str:
+        """The flags that make the path send everything, as the log names them; "" for others."""
+        return ""
+
     @abstractmethod
     def plan(self, bucket: GradBucket) -> Sequence[str]:
         """Prepare for a bucket of matrices.
@@ -180,8 +185,10 @@ class FeedbackReducer(GradientReducer, ABC):
         sent, stored, squares, matrices = self.model_shard.total(mine)
         if not matrices and not self._told:
             self._told = True
+            flags = self.sends_all_by
+            reason = f"{flags} sends everything" if flags else "none would become smaller"
             self._notes.append(
-                f"{self.name}: compresses no matrix of this model, as none would become smaller; "
+                f"{self.name}: compresses no matrix of this model, as {reason}; "
                 "all gradients travel as with --grad-path dense"
             )
         stats = ReducerStats(

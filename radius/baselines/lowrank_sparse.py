@@ -86,9 +86,13 @@ class LowRankSparseReducer(PowerSGDReducer):
         )
         self.density = density
 
+    @property
+    def sends_all_by(self) -> str:
+        return "--lowrank-density 1" if self.density >= 1 else ""
+
     def plan(self, bucket: GradBucket) -> Sequence[str]:
         check_positions(bucket, self.name)
-        return super().plan(bucket) if self.density < 1 else ()
+        return () if self.sends_all_by else super().plan(bucket)
 
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
         plan = self._plans[bucket.index]

@@ -231,8 +231,12 @@ class RoundRobinReducer(FeedbackReducer):
         self._indexes: dict[int, BucketIndex] = {}
         self._part: int | None = None
 
+    @property
+    def sends_all_by(self) -> str:
+        return "--roundrobin-interval 1" if self.interval == 1 else ""
+
     def plan(self, bucket: GradBucket) -> Sequence[str]:
-        if self.interval == 1:
+        if self.sends_all_by:
             return ()
         device = bucket.grad.device
         self._indexes[bucket.index] = new_index(bucket.numel, device, bits=device.type != "cpu")

@@ -144,9 +144,13 @@ class TopKReducer(FeedbackReducer):
         super().__init__(infos, exchange, start_iter=start_iter, model_shard=model_shard)
         self.density = density
 
+    @property
+    def sends_all_by(self) -> str:
+        return "--topk-density 1" if self.density >= 1.0 else ""
+
     def plan(self, bucket: GradBucket) -> Sequence[str]:
         check_positions(bucket, self.name)
-        return bucket.names if self.density < 1.0 else ()
+        return () if self.sends_all_by else bucket.names
 
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
         offered = {name: self.offer(bucket, name, step) for name in bucket.slices}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 from megatron.data_parallel.bucket import GradBucket, Slice
 from megatron.data_parallel.exchange import Exchange
 from megatron.errors import ConfigError
+from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import Group, ProcessGroups
 from megatron.sparse.selection import SAMPLED, largest
 from radius.baselines.message_bytes import count
 from radius.baselines.powersgd import PowerSGDReducer
 from radius.baselines.topk import TopKReducer
-from tests.contract.harness import copies
+from tests.contract.harness import PathCase, Toy, copies
 from tests.radius.functional_ranks import bucket_of, equals_dense, infos_of, mean_of, random
 from tests.ranks import Ranks
 
@@ -192,7 +194,25 @@ def test_a_rank_that_compresses_no_matrix_is_told_once(rank: int, count: int) ->
     reducer = PowerSGDReducer(infos, Exchange(ALONE), rank=rank, seed=0)
     reducer.attach([bucket_of(infos)])
     told = [note for _ in range(2) for note in reducer.stats().notes]
-    assert len(told) == count and all("compresses no matrix" in note for note in told)
+    assert len(told) == count and all("none would become smaller" in note for note in told)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "flags"),
+    [
+        ("topk", {"topk_density": 1.0}, "--topk-density 1"),
+        ("lowrank+sparse", {"lowrank_density": 1.0}, "--lowrank-density 1"),
+        ("roundrobin", {"roundrobin_interval": 1}, "--roundrobin-interval 1"),
+        ("demo", {"demo_chunk": 8, "demo_k": 64}, "--demo-k 64 with --demo-chunk 8"),
+    ],
+)
+def test_settings_that_send_everything_are_told_as_the_reason(
+    path: str, options: dict[str, Any], flags: str
+) -> None:
+    groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
+    toy = Toy(groups, PathCase(path, options))
+    (note,) = toy.engine.stats().notes
+    assert note.startswith(f"{path}: compresses no matrix of this model, as {flags} sends ")
 
 
 def test_a_bucket_that_positions_cannot_reach_is_refused() -> None:
