@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron.parallel.groups import ProcessGroups
 
 
-_FREE_TO_CHANGE = (
+FREE = (
     "model.attention_dropout",
     "model.hidden_dropout",
     "model.init_method_std",
@@ -40,7 +40,7 @@ def gpt_identity(config: GPTConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     from megatron.checkpoint.compatibility import identity
 
     facts = {"data.tokenizer": vocabulary.fingerprint, "model.vocab_size": vocabulary.size}
-    return identity(config, free=_FREE_TO_CHANGE, facts=facts)
+    return identity(config, free=FREE, facts=facts)
 
 
 @dataclass(frozen=True)

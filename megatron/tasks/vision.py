@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.model.image_classifier import ImageClassifier
     from megatron.parallel.groups import ProcessGroups
 
-_FREE_TO_CHANGE = ("model.hidden_dropout", "model.simulated_micro_batch_size")
+FREE = ("model.hidden_dropout", "model.simulated_micro_batch_size")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class LoadedVision:
     def identity(self) -> dict[str, Any]:
         from megatron.checkpoint.compatibility import identity
 
-        return identity(self.config, free=_FREE_TO_CHANGE, facts={})
+        return identity(self.config, free=FREE, facts={})
 
     def data_files(self) -> dict[str, Any]:
         from megatron.data.images import ImageFiles

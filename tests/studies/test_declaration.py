@@ -135,6 +135,14 @@ def test_a_run_may_have_a_baseline_of_its_own(tmp_path: Path) -> None:
             "scores: {b: {task: blim, file: f, figure: accuracy}}\nruns:",
             "scores.b.task: blim; did you mean blimp?",
         ),
+        *(
+            (
+                "runs:",
+                f"scores: {{'{name}': {{task: blimp, file: f, figure: accuracy}}}}\nruns:",
+                f"scores.{name}: '{name}' is no name of a score; use letters, digits, . _ -",
+            )
+            for name in ("a/b", "..", "", "a|b")
+        ),
         (
             "runs:",
             "scores: {b: {task: bits-per-byte, file: f, figure: bits}}\nruns:",
@@ -156,6 +164,7 @@ def test_what_is_wrong_is_refused_by_key(tmp_path: Path, old: str, new: str, mes
         ("mock-data", "mok-data", "run dense: --mok-data: no such flag; did you mean --mock-data?"),
         ("tokens: 640", "tokens: 641", "tokens: 641; must be a multiple of a step's 64"),
         ("step: 4", "step: 10", "run dense_bf16: fork.step: 10; the run has fewer steps"),
+        ("eval-iters: 1", "eval-iters: 0", "run dense: eval-iters: 0; the run would have no loss"),
         ("lr: 1.0e-3", "train-iters: 10", "tokens: train-iters gives the length too"),
         ("global-batch-size: 4", "global-batch-size: 0", "run dense: --global-batch-size"),
         ("lr: 1.0e-3", "lr: 1.0e-3\n  skip-train: true", "skip_train: the run would not make all"),
@@ -178,6 +187,68 @@ def test_flags_are_checked_before_anything_starts(
     assert message in str(raised.value) and str(path) in str(raised.value)
 
 
+FORKED = "    ranks: 2"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            FORK,
+            "    fork: {run: dense, step: 11}\n    tokens: 1280\n",
+            "run dense_bf16: fork.step: 11; dense has 10 steps",
+        ),
+        (
+            FORKED,
+            f"{FORKED}\n    flags: {{hidden-size: 32}}",
+            "run dense_bf16: hidden-size: 32; dense, whose checkpoint it loads, has 16; give both",
+        ),
+        (
+            FORKED,
+            f"{FORKED}\n    flags: {{global-batch-size: 8}}",
+            "run dense_bf16: global-batch-size: 8; dense, whose checkpoint it loads, has 4; give",
+        ),
+        (
+            FORKED,
+            f"{FORKED}\n    flags: {{finetune: true}}",
+            "run dense_bf16: finetune: would count from step 0; a fork counts on; leave it out",
+        ),
+        (
+            "  dense: {}",
+            "  dense: {ranks: 2, flags: {grad-path: topk}}",
+            "run dense_bf16: ",
+        ),
+    ],
+)
+def test_a_fork_that_could_not_load_its_base_is_refused(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    """The base would have trained before the fork is refused."""
+    path = write_study(tmp_path, (old, new))
+    with pytest.raises(ConfigError) as raised:
+        commands_of(path)
+    assert str(raised.value).startswith(f"{path}: {message}") and "\n" not in str(raised.value)
+    if "topk" in new:
+        assert "was saved on another gradient path" in str(raised.value)
+        assert "--reset-grad-state" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (FORK, "    fork: {run: dense, step: 10}\n    tokens: 1280\n"),
+        (FORKED, f"{FORKED}\n    flags: {{hidden-dropout: 0.5, lr: 2.0e-3}}"),
+        (FORKED, f"{FORKED}\n    flags: {{micro-batch-size: 1, tokenizer-type: NullTokenizer}}"),
+        ("eval-iters: 1", "eval-iters: 0\n  full-validation: true"),
+    ],
+)
+def test_what_the_trainer_accepts_is_accepted(tmp_path: Path, old: str, new: str) -> None:
+    path = write_study(tmp_path, (old, new))
+    if "full-validation" in new:  # which mock data has none of
+        path.write_text(path.read_text().replace("mock-data: true", "data-path: d"), "utf-8")
+    commands_of(path)
+
+
 def test_a_fork_loads_its_base(tmp_path: Path) -> None:
     path = write_study(tmp_path)
     study, commands = read_study(path), commands_of(path)
@@ -189,8 +260,7 @@ def test_a_fork_loads_its_base(tmp_path: Path) -> None:
     assert flags[flags.index("--load") + 1] == str(tmp_path / "runs" / "dense-seed1")
     assert flags[flags.index("--ckpt-step") + 1] == "4"
     assert flags[flags.index("--micro-batch-size") + 1] == "2", "a half of the batch on each rank"
-    sizes = commands.steps(fork), commands.own_steps(fork), commands.data_parallel(fork)
-    assert sizes == (10, 6, 2)
+    assert (commands.steps(fork), commands.data_parallel(fork)) == (10, 2)
 
 
 def test_the_sizes_of_a_step_may_come_from_a_configuration(tmp_path: Path) -> None:

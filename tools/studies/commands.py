@@ -6,10 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from megatron.checkpoint.compatibility import check_path, identity
 from megatron.config import Config, GPTConfig, parse, resolve
 from megatron.config.parsing import read_entries
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
+from megatron.tasks import gpt, translation, vision
 from megatron.tasks.translation_config import TranslationConfig
 from megatron.tasks.vision_config import VisionConfig
 from pretrain_gpt import GRADIENT_PATHS
@@ -21,12 +24,18 @@ TASKS: Mapping[str, type[Config]] = {
     "pretrain_translation.py": TranslationConfig,
 }
 """The configuration that each entry script reads."""
+FREE = {GPTConfig: gpt.FREE, VisionConfig: vision.FREE, TranslationConfig: translation.FREE}
+"""Settings in which a run may differ from the checkpoint that it loads."""
 DATA = "{data}"
 """Stands in a flag for the folder of the study's data."""
 SHORT = 12
 """Hexadecimal digits of a digest in a row."""
 SIZES = ("tensor-model-parallel-size", "pipeline-model-parallel-size")
 """Flags of the axes whose ranks share one batch."""
+FOLDERS = ("run-dir", "load")
+"""Flags that the study sets to folders of its runs."""
+SHARED = ("model.", "data.", "training.")
+"""Sections that a fork shares with its base, but for `FREE`."""
 
 
 class Commands:
@@ -44,14 +53,24 @@ class Commands:
         self._study, self._folder, self._data = study, folder, data
         self._task = TASKS[study.entry]
         self._flags: dict[str, list[str]] = {}
+        self._declared: dict[str, dict[str, FlagValue]] = {}
         self._configs: dict[str, Config] = {}
         for run in study.runs:
-            self._flags[run.name], self._configs[run.name] = self._complete(run)
+            flags, self._configs[run.name] = self._complete(run)
+            self._flags[run.name] = self._words(flags)
+            self._declared[run.name] = {k: v for k, v in flags.items() if k not in FOLDERS}
+        for run in study.runs:
+            if run.fork is not None:
+                self._check_fork(run, study.base(run), run.fork.step)
 
     def flags(self, run: DeclaredRun, *, until: int | None = None) -> list[str]:
         """Return the flags of a run; with `until`, it saves and leaves after this step."""
         leave = [] if until is None else ["--exit-interval", str(until)]
         return [*self._flags[run.name], *leave]
+
+    def declared(self, run: DeclaredRun) -> Mapping[str, FlagValue]:
+        """Return the flags of a run with those that the study sets, without folders of runs."""
+        return self._declared[run.name]
 
     def folder(self, run: DeclaredRun) -> Path:
         """Return the run folder of a run."""
@@ -73,10 +92,6 @@ class Commands:
     def steps(self, run: DeclaredRun) -> int:
         """Return the number of steps of a run, with those of the run that it continues."""
         return self.config(run).total_iterations()
-
-    def own_steps(self, run: DeclaredRun) -> int:
-        """Return the number of steps of a run, without those of the run that it continues."""
-        return self.steps(run) - (0 if run.fork is None else run.fork.step)
 
     def data_parallel(self, run: DeclaredRun) -> int:
         """Return the data-parallel size of a run."""
@@ -114,9 +129,13 @@ class Commands:
         text = json.dumps(settings, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:SHORT]
 
-    def _complete(self, run: DeclaredRun) -> tuple[list[str], Config]:
+    def _complete(self, run: DeclaredRun) -> tuple[dict[str, FlagValue], Config]:
         """Return the flags of a run with those that the study sets, and its configuration."""
-        flags = {**run.flags, "seed": run.seed, "run-dir": str(self.folder(run))}
+        flags: dict[str, FlagValue] = {
+            **run.flags,
+            "seed": run.seed,
+            "run-dir": str(self.folder(run)),
+        }
         if run.fork is not None:
             base = self._study.base(run)
             flags |= {"load": str(self.folder(base)), "ckpt-step": run.fork.step}
@@ -138,10 +157,9 @@ class Commands:
             flags["train-iters"] = self._iterations(run, config)
         if "eval-interval" not in given:
             flags["eval-interval"] = self._resolved(run, self._words(flags)).total_iterations()
-        found = self._words(flags)
-        config = self._resolved(run, found)
+        config = self._resolved(run, self._words(flags))
         self._check(run, config)
-        return found, config
+        return flags, config
 
     def _in_configuration(self, run: DeclaredRun) -> set[str]:
         """Return the flags that the configuration file of a run gives."""
@@ -178,11 +196,61 @@ class Commands:
         for name in ("exit_interval", "exit_duration_in_mins", "skip_train"):
             if getattr(config.training, name, None):
                 raise self._error(run, f"{name}: the run would not make all of its steps")
+        if not (config.evaluation.eval_iters or config.evaluation.full_validation):
+            raise self._error(
+                run, "eval-iters: 0; the run would have no loss; give more, or full-validation"
+            )
         if self.fork_steps(run):
             for name in ("keep_last", "save_retain_interval"):
                 if getattr(config.checkpoint, name):
                     flag = name.replace("_", "-")
                     raise self._error(run, f"{flag}: would delete checkpoints that forks load")
+
+    def _check_fork(self, run: DeclaredRun, base: DeclaredRun, step: int) -> None:
+        """Refuse a fork whose base has no checkpoint of the step, or one that it could not load.
+
+        The run itself would refuse the checkpoint as well, but only after its base has trained.
+        """
+        if step > self.steps(base):
+            raise self._error(run, f"fork.step: {step}; {base.group} has {self.steps(base)} steps")
+        config = self.config(run)
+        if config.checkpoint.finetune:
+            raise self._error(
+                run, "finetune: would count from step 0; a fork counts on; leave it out"
+            )
+        was, now = (identity(each, free=FREE[self._task]) for each in (self.config(base), config))
+        self._check_shared(run, base, was, now)
+        try:
+            check_path(
+                was,
+                now,
+                where=self.checkpoint(base, step),
+                own=False,
+                reset=config.checkpoint.reset_grad_state,
+                log=lambda _: None,
+            )
+        except CheckpointError as error:
+            raise self._error(run, str(error)) from None
+
+    def _check_shared(
+        self, run: DeclaredRun, base: DeclaredRun, was: Mapping[str, Any], now: Mapping[str, Any]
+    ) -> None:
+        """Refuse a fork whose model, data or batch size is not that of its base."""
+        differing = {
+            key.rpartition(".")[2].replace("_", "-"): (now[key], was[key])
+            for key in now
+            # What no flag gives may follow from files, as the size of a vocabulary does.
+            if key.startswith(SHARED) and None not in (was[key], now[key]) and was[key] != now[key]
+        }
+        if differing:
+            # One that the file gives, and not one that follows from it.
+            flag = min(differing, key=lambda name: (name not in {*run.flags, *base.flags}, name))
+            here, there = differing[flag]
+            raise self._error(
+                run,
+                f"{flag}: {here}; {base.group}, whose checkpoint it loads, has {there}; give both "
+                "the same",
+            )
 
     def _resolved(self, run: DeclaredRun, flags: list[str]) -> Config:
         try:

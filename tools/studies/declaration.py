@@ -64,7 +64,8 @@ UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What PyYAML raises for values that do not fit their tag, such as a 13th month."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-"""Names of runs, which are also names of folders."""
+"""Names of runs, which are also names of folders, and of scores, which are parts of file names."""
+ALLOWED = "use letters, digits, . _ -"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +295,7 @@ def _named(where: str, template: str, values: Mapping[str, Any]) -> str:
     for key, value in values.items():
         name = name.replace(f"{{{key}}}", _shown(value))
     if not NAME.fullmatch(name):
-        raise ConfigError(f"{where}: {name!r} is no name of a folder; use letters, digits, . _ -")
+        raise ConfigError(f"{where}: {name!r} is no name of a folder; {ALLOWED}")
     return name
 
 
@@ -339,6 +340,8 @@ def _pairs(value: Any, groups: Mapping[str, object]) -> Iterator[tuple[str, str]
 def _scores(content: Mapping[str, Any]) -> Iterator[Score]:
     for name, settings in content.items():
         where = f"scores.{name}"
+        if not NAME.fullmatch(str(name)):
+            raise ConfigError(f"{where}: {str(name)!r} is no name of a score; {ALLOWED}")
         given = _mapping(where, settings)
         _refuse_unknown(where, given, SCORE)
         for key in SCORE:
