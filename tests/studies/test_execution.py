@@ -6,7 +6,9 @@ import errno
 import fcntl
 import json
 import os
+import re
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +28,8 @@ from tools.studies.rows import StudyRow, read_rows
 class PretendedRuns(Launcher):
     """Writes what a run would, in place of starting it, and keeps the names of the starts.
 
-    Runs in `failing` end with their exit code. The launcher stops after the run `stop_after`. With
+    Runs in `failing` end with their exit code, those in `crashing` with an error that nothing
+    expects. Each takes `seconds`. The launcher stops after the run `stop_after`. With
     `last`, runs leave after this step.
     """
 
@@ -34,6 +37,8 @@ class PretendedRuns(Launcher):
         super().__init__(read_study(path), jobs=2)
         self.starts: list[str] = []
         self.failing: dict[str, int] = {}
+        self.crashing: tuple[str, ...] = ()
+        self.seconds = 0.0
         self.stop_after = ""
         self.last = 0
         self._guard = threading.Lock()
@@ -58,6 +63,9 @@ class PretendedRuns(Launcher):
         value = dict(zip(flags, [*flags[1:], ""], strict=True)).get
         until = value("--exit-interval")
         self.starts.append(folder.name + (f" to {until}" if until else ""))
+        time.sleep(self.seconds)
+        if folder.name in self.crashing:
+            raise ValueError("no such\nsuffix")
         if code := self.failing.get(folder.name, 0):
             return code
         if base := value("--load"):
@@ -315,6 +323,31 @@ def test_a_full_disk_ends_one_run_alone(tmp_path: Path, monkeypatch: pytest.Monk
     failed, lines, execution = execute(path, PretendedRuns(path))
     assert set(failed) == {"dense_int4-seed1", "dense_int4-seed2"} and len(execution.done) == 4
     assert sum("No space left" in line for line in lines) == 2
+
+
+def test_an_error_that_nothing_expects_ends_one_run_alone(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    launcher = PretendedRuns(path)
+    launcher.crashing = ("dense_int4-seed1",)
+    failed, lines, execution = execute(path, launcher)
+    assert failed == ["dense_int4-seed1"] and len(execution.done) == 5
+    assert "dense_int4-seed1: ValueError: no such suffix" in lines
+
+
+def test_the_estimate_counts_what_running_runs_have_done(tmp_path: Path) -> None:
+    """Of eight equal runs, four at a time, half are ahead when the first four end."""
+    text = write_study(tmp_path).read_text(encoding="utf-8")
+    path = tmp_path / "study.yaml"
+    alone = text.partition('  "dense_')[0].replace("[[dense_int4, dense_bf16]]", "[]")
+    path.write_text(alone.replace("[1, 2]", "[1, 2, 3, 4, 5, 6, 7, 8]"), encoding="utf-8")
+    launcher, study, lines = PretendedRuns(path), read_study(path), list[str]()
+    launcher.seconds = 2.0
+    execution = Execution(
+        study, tmp_path / "work", data=tmp_path, jobs=4, launcher=launcher, log=lines.append
+    )
+    assert execution.run_all(study.runs, ()) == []
+    estimates = [found[1] for line in lines if (found := re.search(r"about (\d+)s left", line))]
+    assert len(estimates) >= 5 and 1 <= int(estimates[0]) <= 4, estimates
 
 
 def test_a_stop_leaves_the_rest_for_another_start(tmp_path: Path) -> None:

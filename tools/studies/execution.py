@@ -150,7 +150,9 @@ class Execution:
         self._log(f"{len(wanted) - len(waiting)} of {len(wanted)} runs are done")
         failed: list[str] = []
         running: dict[Future[StudyRow], DeclaredRun] = {}
-        progress = _Progress(self._commands, len(wanted) - len(waiting), len(wanted))
+        progress = _Progress(
+            self._commands, jobs=self._jobs, done=len(wanted) - len(waiting), total=len(wanted)
+        )
         with ThreadPoolExecutor(self._jobs) as pool:
             while waiting or running:
                 if self._launcher.stopping and waiting:
@@ -165,15 +167,14 @@ class Execution:
                     running[pool.submit(self.run_one, run)] = run
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     run = running.pop(future)
-                    try:
-                        row = future.result()
-                    except (SparsetronError, OSError) as error:
+                    progress.ended(run)
+                    if error := future.exception():
                         stopped = self._launcher.stopping
-                        self._log(f"{run.name}: {'stopped' if stopped else error}")
+                        self._log(f"{run.name}: {'stopped' if stopped else _told(error)}")
                         failed.append(run.name)
                         continue
-                    rest = progress.after(row, [*waiting, *running.values()])
-                    self._log(f"{run.name}: {describe(row)}; {rest}")
+                    rest = progress.after([*waiting, *running.values()])
+                    self._log(f"{run.name}: {describe(future.result())}; {rest}")
         return failed
 
     def _ready(
@@ -333,34 +334,63 @@ class Execution:
 
 
 class _Progress:
-    """Counts finished runs and estimates the time of the rest."""
+    """Counts finished runs and estimates the time of the rest.
 
-    def __init__(self, commands: Commands, done: int, total: int) -> None:
-        self._commands, self._done, self._total = commands, done, total
+    Work is counted in steps, of each rank for itself. A running run does not tell its step, so that
+    it is taken to be as fast as the runs that have ended: their work over the time for which they
+    held their places, of which there are `jobs`.
+    """
+
+    def __init__(self, commands: Commands, *, jobs: int, done: int, total: int) -> None:
+        self._commands, self._jobs, self._done, self._total = commands, jobs, done, total
         self._began = time.monotonic()
-        self._made_before: dict[str, int] = {}
+        self._began_at: dict[str, float] = {}
+        self._left: dict[str, float] = {}
         self._work = 0.0
+        self._held = 0.0
 
     def began(self, run: DeclaredRun) -> None:
-        """Note how many steps of a run were made before this start."""
+        """Note when a run starts, and the work that earlier starts left of it."""
+        self._began_at[run.name], self._left[run.name] = time.monotonic(), self._left_of(run)
+
+    def ended(self, run: DeclaredRun) -> None:
+        """Add the work of a run that has ended, whether it finished or failed."""
+        # A start that fails at once may leave no step in status.json.
+        self._work += max(0, self._left.pop(run.name) - self._left_of(run))
+        self._held += self._held_by(run)
+
+    def after(self, rest: Sequence[DeclaredRun]) -> str:
+        """Return progress after a finished run: how many are done, and how long `rest` may take."""
+        self._done += 1
+        count = f"{self._done} of {self._total}"
+        if not rest or self._work <= 0:
+            return count
+        running = [run for run in rest if run.name in self._left]
+        waiting = [run for run in rest if run.name not in self._left]
+        rate = self._work / self._held
+        partly = sum(min(self._left[run.name], rate * self._held_by(run)) for run in running)
+        ahead = sum(self._left_of(run) for run in waiting)
+        ahead += sum(self._left[run.name] for run in running) - partly
+        seconds = (time.monotonic() - self._began) * ahead / (self._work + partly)
+        return f"{count}, about {duration(seconds)} left"
+
+    def _held_by(self, run: DeclaredRun) -> float:
+        """Return the seconds since the start of a run, times the places that it holds."""
+        return (time.monotonic() - self._began_at[run.name]) * min(run.ranks, self._jobs)
+
+    def _left_of(self, run: DeclaredRun) -> float:
+        """Return the work that is left of a run that is not running."""
         status = read_status(self._commands.folder(run))
         made = 0 if status is None or status.iteration is None else status.iteration
         fork = 0 if run.fork is None else run.fork.step
-        self._made_before[run.name] = max(made, fork)
+        return (self._commands.steps(run) - max(made, fork)) * run.ranks
 
-    def after(self, row: StudyRow, rest: Sequence[DeclaredRun]) -> str:
-        """Return progress after a run: how many are done, and how long the rest may take.
 
-        The time goes by the steps made since the start, of each rank for itself.
-        """
-        self._done += 1
-        self._work += (row.steps - self._made_before[row.name]) * row.ranks
-        count = f"{self._done} of {self._total}"
-        if not rest or not self._work:
-            return count
-        ahead = sum(self._commands.own_steps(run) * run.ranks for run in rest)
-        seconds = (time.monotonic() - self._began) * ahead / self._work
-        return f"{count}, about {duration(seconds)} left"
+def _told(error: BaseException) -> str:
+    """Return an error in one line, with its class if nothing expects it."""
+    if isinstance(error, SparsetronError | OSError):
+        return str(error)
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def describe(row: StudyRow) -> str:
