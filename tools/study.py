@@ -8,7 +8,8 @@
 Each run is started by scripts/launch.sh in WORK/runs; a finished run leaves one row. Ctrl-C or
 SIGTERM makes running ones save and leave, and the same command goes on: it skips what has a row and
 resumes what was interrupted. A failed run is reported and does not stop the others; --only RUN
-makes it alone. Rows are collected in RESULTS. With --text-folder TEXT a tokenizer and data sets are
+makes it alone. Rows are collected in RESULTS, into which --list, --report and tasks of an array do
+not write. With --text-folder TEXT a tokenizer and data sets are
 made first. With --slurm, flags that this tool does not know are those of sbatch. docs/studies.md
 describes the file.
 
@@ -19,9 +20,11 @@ read or written.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,7 +36,7 @@ from tools.studies import array  # noqa: E402
 from tools.studies.declaration import DeclaredRun, DeclaredStudy, read_study  # noqa: E402
 from tools.studies.execution import Execution, Launcher, is_array_task  # noqa: E402
 from tools.studies.page import report_of, write_report  # noqa: E402
-from tools.studies.rows import StudyRow, read_rows, write_rows  # noqa: E402
+from tools.studies.rows import StudyRow, adding_to, read_rows, write_rows  # noqa: E402
 from tools.studies.text_data import prepare  # noqa: E402
 
 EXIT_FAILED = 1
@@ -65,7 +68,10 @@ def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
         study, work, data=options.data, jobs=options.jobs, launcher=launcher, log=_log
     )
     wanted = _wanted(study, options.only)
-    rows = _collect(execution, results)
+    # The tasks of an array would all write one file.
+    writes = not (options.list or options.report or is_array_task())
+    _check_results(results, write=writes)
+    rows = _collect(execution, results, write=writes)
     done = [row.name for row in rows]
     if options.list:
         for run in wanted:
@@ -83,8 +89,7 @@ def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: launcher.stop())
     failed = execution.run_all(wanted, done)
-    if not is_array_task():  # whose tasks would all write one file
-        _collect(execution, results)
+    _collect(execution, results, write=writes)
     if failed:
         _log(f"no result: {', '.join(failed)}; the same command tries again, --only RUN one alone")
     return EXIT_FAILED if failed else 0
@@ -98,21 +103,40 @@ def _wanted(study: DeclaredStudy, only: Sequence[str] | None) -> list[DeclaredRu
     return [run for run in study.runs if not only or run.name in only]
 
 
-def _collect(execution: Execution, results: Path) -> list[StudyRow]:
-    """Add the rows of the work folder to the file of results; return those of declared runs.
+def _check_results(results: Path, *, write: bool) -> None:
+    """Refuse a file of results that cannot be used, before hours of training."""
+    try:
+        if results.exists() and not (results.is_file() and os.access(results, os.R_OK)):
+            raise ConfigError(f"--results: {results} is no file that can be read; give another")
+        if write:
+            with adding_to(results):
+                if not os.access(results.parent, os.W_OK | os.X_OK):
+                    raise ConfigError(
+                        f"--results: {results.parent} cannot be written; give another"
+                    )
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"--results: {results}: lies in a file; give a folder") from None
+    except OSError as error:
+        raise ConfigError(f"--results: {results}: {error.strerror}; give another file") from None
 
-    Rows of runs that the study no longer declares stay in the file.
+
+def _collect(execution: Execution, results: Path, *, write: bool) -> list[StudyRow]:
+    """Return the rows of declared runs, from the work folder and the file of results.
+
+    With `write`, those that the file lacks are added to it. Rows of runs that the study no longer
+    declares stay in the file.
     """
-    earlier = read_rows(results)
-    known = {row.name: row for row in earlier}
     made = execution.done
-    new = [row for name, row in made.items() if name not in known]
-    if other := [name for name, row in made.items() if known.get(name, row) != row]:
-        _log(f"{results} keeps its own rows of runs made again: {', '.join(other)}")
-    found = execution.checked([*earlier, *new])
-    if new:
-        others = [row for row in earlier if row.name not in found]
-        write_rows(results, [*found.values(), *others])
+    with adding_to(results) if write else nullcontext():
+        earlier = read_rows(results)
+        known = {row.name: row for row in earlier}
+        new = [row for name, row in made.items() if name not in known]
+        if other := [name for name, row in made.items() if known.get(name, row) != row]:
+            _log(f"{results} keeps its own rows of runs made again: {', '.join(other)}")
+        found = execution.checked([*earlier, *new])
+        if new and write:
+            others = [row for row in earlier if row.name not in found]
+            write_rows(results, [*found.values(), *others])
     return list(found.values())
 
 

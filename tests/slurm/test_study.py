@@ -44,6 +44,8 @@ def test_a_study_runs_as_arrays_and_is_collected(cluster: Cluster, tmp_path: Pat
     logs = "".join(log.read_text() for log in (tmp_path / "runs/study/console").iterdir())
     listed = study(cluster, path, "--list").split()
     assert listed == [word for name in NAMES for word in (name, "done")], logs
-    rows = read_rows(tmp_path / "runs" / "study" / "results.jsonl")
-    assert [row.name for row in rows] == NAMES and all(row.valid_loss for row in rows)
+    results = tmp_path / "runs" / "study" / "results.jsonl"
+    assert not results.exists(), "neither tasks nor --list write it"
     assert "all runs are done" in study(cluster, path, "--slurm")
+    rows = read_rows(results)
+    assert [row.name for row in rows] == NAMES and all(row.valid_loss for row in rows)

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from tests.studies.files import NAMES, write_study
+from tests.studies.files import NAMES, row, write_study
 from tools import study as tool
 from tools.studies import execution as execution_module
+from tools.studies import rows as rows_module
 from tools.studies.array import arrays_of, script_of, site_flags
 from tools.studies.declaration import DeclaredRun, read_study
 from tools.studies.execution import Execution, Launcher
@@ -215,8 +216,8 @@ def test_a_fork_from_a_step_that_the_base_has_passed_is_told(tmp_path: Path) -> 
 def test_a_run_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     path = write_study(tmp_path)
     execute(path, PretendedRuns(path))
-    for row in (tmp_path / "work" / "rows").iterdir():
-        row.unlink()
+    for file in (tmp_path / "work" / "rows").iterdir():
+        file.unlink()
     changed = write_study(tmp_path, ("lr: 1.0e-3", "lr: 2.0e-3"))
     again = PretendedRuns(changed)
     failed, lines, execution = execute(changed, again)
@@ -415,6 +416,95 @@ def test_wrong_usage_is_refused_in_one_line(
     assert tool.main([str(path), "--work", str(tmp_path / "work"), *flags]) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--list"]])
+def test_a_file_of_results_that_cannot_be_used_is_refused_at_the_start(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study(tmp_path)
+    work = ["--work", str(tmp_path / "work")]
+    assert tool.main([str(path), *work, "--results", str(tmp_path), *flags]) == 2
+    told = capsys.readouterr()
+    assert f"--results: {tmp_path} is no file that can be read" in told.err
+    assert tool.main([str(path), *work, "--results", str(path / "rows.jsonl")]) == 2
+    told = capsys.readouterr()
+    assert "--results: " in told.err and "rows.jsonl: lies in a file" in told.err
+    assert told.err.count("\n") == 1 and not (tmp_path / "work").exists()
+
+
+def test_a_folder_of_results_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unwritable(path: Path, mode: int) -> bool:
+        return not mode & os.W_OK
+
+    monkeypatch.setattr(tool.os, "access", unwritable)
+    assert tool.main([str(write_study(tmp_path)), "--work", str(tmp_path / "work")]) == 2
+    told = capsys.readouterr().err
+    assert f"--results: {tmp_path / 'work'} cannot be written" in told and told.count("\n") == 1
+
+
+def test_only_a_start_that_makes_runs_writes_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study(tmp_path)
+    execute(path, PretendedRuns(path))
+    results = tmp_path / "out" / "rows.jsonl"
+    command = [str(path), "--work", str(tmp_path / "work"), "--results", str(results)]
+    assert tool.main([*command, "--list"]) == 0
+    assert capsys.readouterr().out.count("done") == len(NAMES)
+    assert tool.main([*command, "--report", "--out", str(tmp_path / "page")]) == 0
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    assert tool.main([*command, "--only", NAMES[0]]) == 0
+    assert not results.parent.exists()
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
+    assert tool.main([*command, "--only", NAMES[0]]) == 0
+    assert [row.name for row in read_rows(results)] == NAMES
+
+
+def test_two_processes_that_add_rows_at_once_lose_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each makes half of the runs in a folder of its own; the slower one has read before."""
+    path = write_study(tmp_path, ("ranks: 2", "ranks: 1"))
+    results = tmp_path / "rows.jsonl"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        runs = [run for run in NAMES if run.endswith("1" if name == "a" else "2")]
+        execute(path, PretendedRuns(path), runs)
+        (tmp_path / "work").rename(tmp_path / name / "work")
+    read = tool.read_rows
+
+    def slowly(path: Path) -> list[StudyRow]:
+        found = read(path)
+        time.sleep(0.5)
+        return found
+
+    monkeypatch.setattr(tool, "read_rows", slowly)
+    study = read_study(path)
+    with ThreadPoolExecutor(2) as pool:
+        for name in ("a", "b"):
+            execution = Execution(
+                study,
+                tmp_path / name / "work",
+                data=tmp_path,
+                jobs=1,
+                launcher=PretendedRuns(path),
+                log=print,
+            )
+            pool.submit(tool._collect, execution, results, write=True)
+    assert [row.name for row in read_rows(results)] == NAMES
+
+
+def test_a_disk_without_locks_takes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(rows_module.fcntl, "flock", refused)
+    with rows_module.adding_to(tmp_path / "rows.jsonl"):
+        rows_module.write_rows(tmp_path / "rows.jsonl", [row("dense", 1, 5.0)])
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 1
 
 
 def test_a_real_study_is_made_in_two_starts_and_reported(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -171,10 +173,25 @@ def read_rows(path: Path) -> list[StudyRow]:
 
     Raises `ConfigError` for a line that is no row or whose digest is wrong.
     """
-    if not path.is_file():
+    if not path.exists():
         return []
     lines = path.read_bytes().splitlines()
     return [_row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+@contextmanager
+def adding_to(path: Path) -> Iterator[None]:
+    """Keep other processes from adding rows to a file of results, between its read and its write.
+
+    Where the disk has no locks, rows of two processes that end at once may still be lost; their
+    own files keep them, and the next start adds them.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the file: a write replaces the file, and a lock on the old one would hold nobody off.
+    with open(path.with_name(f".{path.name}.lock"), "a") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_rows(path: Path, rows: Iterable[StudyRow]) -> None:
