@@ -143,23 +143,23 @@ class Trainer:
             self.profiler.close()
 
     def _run(self) -> TrainOutcome:
+        request, evaluate = ExitRequest.NONE, self._evaluate
         if self.config.training.skip_train:
-            self._evaluate("valid", self.readers.valid)
+            request = self._evaluate("valid", self.readers.valid)
         elif self.progress.iteration >= self.total_iterations:
             self.metrics.log(
                 f"all {self.total_iterations} steps are done; raise --train-iters to continue, or "
                 "give --skip-train to evaluate again"
             )
-            if self._has_test_loss():
-                return TrainOutcome(EXIT_DONE)
+            evaluate = self._evaluate_if_missing
+            request = evaluate("valid", self.readers.valid)
         elif (left := self._train_steps_and_settle()) is not None:
             return left
-        request = self._evaluate("test", self.readers.test)
+        if not request.leaves:
+            request = evaluate("test", self.readers.test)
         if request is ExitRequest.STOP:
             self.requests.left()
-        return (
-            TrainOutcome(EXIT_REQUEUE, request.left) if request.leaves else TrainOutcome(EXIT_DONE)
-        )
+        return _left_by(request) or TrainOutcome(EXIT_DONE)
 
     def _train_steps_and_settle(self) -> TrainOutcome | None:
         try:
@@ -174,6 +174,8 @@ class Trainer:
         evaluation = self.config.evaluation
         if evaluation.eval_at_start and self.progress.iteration == 0:
             self._evaluate("valid", self.readers.valid)
+        elif self._lacks_evaluation():
+            self._evaluate("valid", self.readers.valid)
         while self.progress.iteration < self.total_iterations:
             self.profiler.before_step(self.progress.iteration + 1)
             record, request = self.train_step()
@@ -184,9 +186,12 @@ class Trainer:
             self._guard()
             iteration = self.progress.iteration
             last = iteration == self.total_iterations
-            if last or (evaluation.eval_interval and iteration % evaluation.eval_interval == 0):
-                request = max(request, self._evaluate("valid", self.readers.valid))
-            outcome = None if last else self._reason_to_leave(request)
+            evaluated = ExitRequest.NONE
+            if last or iteration % evaluation.eval_interval == 0:
+                evaluated = self._evaluate("valid", self.readers.valid)
+            request = max(request, evaluated)
+            # After the last step, only an interrupted evaluation is left for another start.
+            outcome = _left_by(evaluated) if last else self._reason_to_leave(request)
             interval = self.config.checkpoint.save_interval
             now = last or outcome is not None or request is ExitRequest.SAVE
             if now or (interval and iteration % interval == 0):
@@ -199,9 +204,7 @@ class Trainer:
         interval = self.config.training.exit_interval
         if interval and self.progress.iteration % interval == 0:
             return TrainOutcome(EXIT_DONE, "exit-interval")
-        if request.leaves:
-            return TrainOutcome(EXIT_REQUEUE, request.left)
-        return None
+        return _left_by(request)
 
     def _save(self, request: ExitRequest, *, wait: bool) -> None:
         self.heartbeat.at("save")
@@ -476,11 +479,28 @@ class Trainer:
         whole = -(-reader.samples // size)
         return whole if evaluation.full_validation else min(evaluation.eval_iters, whole)
 
-    def _has_test_loss(self) -> bool:
-        """Return whether an earlier start of the run evaluated the test set."""
-        mine = self.metrics.has_evaluation(iteration=self.progress.iteration, kind="test")
-        known = torch.tensor([int(mine)])
-        return bool(self.groups.max_over_world(known).item())
+    def _lacks_evaluation(self) -> bool:
+        """Return whether an earlier start of the run left in the evaluation after its last step.
+
+        Collective over the world.
+        """
+        iteration = self.progress.iteration
+        if not iteration or iteration % self.config.evaluation.eval_interval:
+            return False
+        # A run that begins with another run's checkpoint has not trained the step.
+        trained = self.metrics.has_step(iteration)
+        return self._on_any_rank(trained and not self.metrics.has_evaluation(iteration, "valid"))
+
+    def _evaluate_if_missing(self, kind: str, reader: Reader | None) -> ExitRequest:
+        """Evaluate a split unless an earlier start of the run did so. Collective over the world."""
+        known = self.metrics.has_evaluation(iteration=self.progress.iteration, kind=kind)
+        if self._on_any_rank(known):
+            return ExitRequest.NONE
+        return self._evaluate(kind, reader)
+
+    def _on_any_rank(self, mine: bool) -> bool:
+        """Return whether `mine` is true on any rank, such as the one that writes the metrics."""
+        return bool(self.groups.max_over_world(torch.tensor([int(mine)])).item())
 
     # ---- helpers -------------------------------------------------------------------------------
 
@@ -556,3 +576,8 @@ class Trainer:
         seconds[self.groups.world.rank] = torch.tensor([mine[name] for name in names])
         self.groups.world.all_reduce(seconds, dist.ReduceOp.SUM)
         return {name: seconds[:, i].tolist() for i, name in enumerate(names)}
+
+
+def _left_by(request: ExitRequest) -> TrainOutcome | None:
+    """Return the outcome of a run that leaves as asked; None if nothing asks it to leave."""
+    return TrainOutcome(EXIT_REQUEUE, request.left) if request.leaves else None

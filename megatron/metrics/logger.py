@@ -484,11 +484,11 @@ class Metrics:
 
     def has_evaluation(self, iteration: int, kind: str) -> bool:
         """Return whether metrics.jsonl has this evaluation, from any start of the run."""
-        path, key = self.run_dir / JSONL, f"{kind}_loss"
-        if not path.exists():
-            return False
-        found = (parse_line(line) for line in lines_of(path) if key.encode() in line)
-        return any(v is not None and key in v and v["iteration"] == iteration for v in found)
+        return self._has_line(iteration, f"{kind}_loss")
+
+    def has_step(self, iteration: int) -> bool:
+        """Return whether metrics.jsonl has this step, from any start of the run."""
+        return self._has_line(iteration, "step_seconds")
 
     def throughput(self, workload: Workload) -> Throughput | None:
         """Log and return the throughput of this start; None if fewer than two steps were run."""
@@ -526,6 +526,15 @@ class Metrics:
         self._trackers.clear()
         self._jsonl.close()
         self._console.close()
+
+    def _has_line(self, iteration: int, key: str) -> bool:
+        path = self.run_dir / JSONL
+        if not path.exists():
+            return False
+        marks = (key.encode(), str(iteration).encode())
+        lines = (line for line in lines_of(path) if all(mark in line for mark in marks))
+        found = (parse_line(line) for line in lines)
+        return any(v is not None and key in v and v["iteration"] == iteration for v in found)
 
     def _print_interval(self) -> None:
         interval, last = summarize(self._interval), self._interval[-1]
@@ -619,6 +628,10 @@ class NullMetrics(Metrics):
         """Drop the means."""
 
     def has_evaluation(self, iteration: int, kind: str) -> bool:
+        """Return False: only the writing rank knows."""
+        return False
+
+    def has_step(self, iteration: int) -> bool:
         """Return False: only the writing rank knows."""
         return False
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.data.batches import Reader
 from megatron.data.indexed_dataset import IndexedDatasetWriter
 from megatron.data.sidecar import write_sidecar
 from megatron.errors import CheckpointError, DataError
-from megatron.fault_tolerance.exit_signals import ExitSignals
+from megatron.fault_tolerance.exit_signals import ExitRequest, ExitSignals
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import TrainOutcome
 from tests.ranks import Ranks
@@ -212,6 +213,62 @@ def test_a_stop_during_the_last_evaluation_is_obeyed_once(ranks: Ranks, tmp_path
     (outcome,) = ranks.run(1, on_rank_told_to_stop, tmp_path)
     assert outcome == TrainOutcome(75, "STOP")
     assert not (tmp_path / "STOP").exists()
+
+
+def on_rank_stopped_while_evaluating(
+    groups: ProcessGroups, flags: str, run_dir: Path
+) -> tuple[TrainOutcome, int]:
+    """Stop within the first evaluation."""
+    trainer = make_trainer(groups, flags, run_dir)
+    trainer.requests = ExitSignals(run_dir if groups.world.rank == 0 else None)
+    evaluate = trainer._evaluate
+
+    def stop(kind: str, reader: Reader | None) -> ExitRequest:
+        (run_dir / "STOP").touch()
+        return evaluate(kind, reader)
+
+    trainer._evaluate = stop
+    outcome = trainer.train()
+    trainer.metrics.close()
+    trainer.engine.detach()
+    return outcome, trainer.progress.iteration
+
+
+@pytest.mark.parametrize("split", ["8,1,1", "9,1,0"])
+def test_an_interrupted_last_validation_is_made_up_before_the_run_is_done(
+    ranks: Ranks, tmp_path: Path, split: str
+) -> None:
+    """Also where no test set is left to evaluate."""
+    flags = f"{TINY} --split {split}"
+    ranks.run(2, train, flags, tmp_path / "whole")
+    found = ranks.run(2, on_rank_stopped_while_evaluating, flags, tmp_path / "left")
+    assert found == [(TrainOutcome(75, "STOP"), 8)] * 2
+    assert metrics_of(tmp_path / "left", "valid_loss") == []
+    assert not (tmp_path / "left" / "STOP").exists()
+    for _ in range(2):
+        again = ranks.run(2, train, flags, tmp_path / "left")
+        assert [r["outcome"] for r in again] == [(0, None)] * 2
+        for key in ("valid_loss", "test_loss"):
+            whole = metrics_of(tmp_path / "whole", key)
+            assert metrics_of(tmp_path / "left", key) == whole
+
+
+def test_an_interrupted_evaluation_between_steps_is_made_up_once(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    flags = TINY.replace("--eval-interval 100", "--eval-interval 4")
+    (whole,) = ranks.run(1, train, flags, tmp_path / "whole")
+    (found,) = ranks.run(1, on_rank_stopped_while_evaluating, flags, tmp_path / "left")
+    assert found == (TrainOutcome(75, "STOP"), 4)
+    assert metrics_of(tmp_path / "left", "valid_loss") == []
+    (resumed,) = ranks.run(1, train, flags, tmp_path / "left")
+    for key in ("lm_loss", "valid_loss", "test_loss", "iteration"):
+        assert metrics_of(tmp_path / "left", key) == metrics_of(tmp_path / "whole", key)
+    assert equal_bits(whole["params"], resumed["params"]) == []
+    # A run that begins with this checkpoint has not trained the step.
+    branch = f"{flags} --load {tmp_path / 'whole'} --ckpt-step 8 --train-iters 9"
+    ranks.run(1, train, branch, tmp_path / "branch")
+    assert metrics_of(tmp_path / "branch", "iteration") == [9, 9, 9]
 
 
 def test_save_interval_and_last_step(ranks: Ranks, tmp_path: Path) -> None:
