@@ -40,6 +40,12 @@ def test_results_are_committed() -> None:
     assert found >= {"rolling", "state_precision"}
 
 
+@pytest.mark.parametrize("path", WITH_ROWS, ids=name_of)
+def test_committed_rows_keep_their_lines(path: Path) -> None:
+    text = path.with_name("results.jsonl").read_text(encoding="utf-8")
+    assert [row.line for row in read_rows(path.with_name("results.jsonl"))] == text.splitlines()
+
+
 def test_settings_of_radius_are_compared_at_equal_bytes() -> None:
     study = read_study(REPO / "tools" / "bench" / "rolling" / "study.yaml")
     for run in study.runs:

@@ -111,6 +111,8 @@ def test_each_base_runs_up_to_its_fork_and_then_on(tmp_path: Path) -> None:
     assert "6 of 6" in lines[-1] and "left" in lines[-3]
     row = execution.done["dense_bf16-seed2"]
     assert (row.valid_loss, row.steps, row.bytes) == (6.0, 10, 8)
+    assert (row.flags["lr"], row.flags["train-iters"], row.flags["ckpt-step"]) == (1e-3, 10, 4)
+    assert row.flags["grad-wire"] == "bf16" and "run-dir" not in row.flags and row.cores > 0
 
 
 def test_a_second_start_runs_nothing_and_a_changed_study_is_refused(tmp_path: Path) -> None:
@@ -525,6 +527,7 @@ def test_a_real_study_is_made_in_two_starts_and_reported(
     rows = read_rows(tmp_path / "work" / "results.jsonl")
     assert [row.name for row in rows] == ["dense-seed1", "dense_int4-seed1"]
     assert rows[1].bytes > 0 and rows[1].curve[-1][0] == 10 and rows[0].valid_loss
+    assert all(row.torch and row.processor for row in rows)
     assert tool.main([str(path), *work, "--list"]) == 0
     assert capsys.readouterr().out.split() == ["dense-seed1", "done", "dense_int4-seed1", "done"]
     assert tool.main([str(path), *work, "--report", "--out", str(tmp_path / "out")]) == 0

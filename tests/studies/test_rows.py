@@ -9,7 +9,15 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from tests.studies.files import row
-from tools.studies.rows import StudyRow, read_rows, row_of, write_row, write_rows
+from tools.studies.rows import (
+    LATER,
+    StudyRow,
+    digest,
+    read_rows,
+    row_of,
+    write_row,
+    write_rows,
+)
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
@@ -74,6 +82,8 @@ def row_from(folder: Path, *, first_step: int) -> StudyRow:
         first_step=first_step,
         clip=1.0,
         scores={},
+        flags={"lr": 1.0e-3, "global-batch-size": 4, "seed": 1},
+        cores=2,
     )
 
 
@@ -84,6 +94,32 @@ def test_a_row_counts_the_steps_of_the_run_itself(tmp_path: Path) -> None:
     assert (found.clipped, found.peak_memory, found.valid_loss) == (0.5, 1040, 4.25)
     assert found.train_loss == pytest.approx((4.1 + 4.0) / 2)
     assert found.curve[0] == (1, 7.9) and found.curve[-1] == (40, 4.0)
+
+
+def test_a_row_holds_what_the_run_was_made_with(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    packages = {"sparsetron": "1.0", "torch": "2.9.1+cpu", "numpy": "2.0"}
+    (folder / "environment.json").write_text(json.dumps({"packages": packages}), encoding="utf-8")
+    found = row_from(folder, first_step=11)
+    assert found.flags == {"lr": 1.0e-3, "global-batch-size": 4, "seed": 1}
+    assert (found.torch, found.cores) == ("2.9.1+cpu", 2)
+    write_rows(tmp_path / "rows.jsonl", [found])
+    assert [each.line for each in read_rows(tmp_path / "rows.jsonl")] == [found.line]
+
+
+@pytest.mark.parametrize("keys", [("flags", "torch", "cores"), tuple(LATER)])
+def test_an_older_row_keeps_its_line(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    content = json.loads(row("dense", 1, 5.0).line)
+    for key in (*keys, "sha256"):
+        del content[key]
+    line = json.dumps({**content, "sha256": digest(content)})
+    path = tmp_path / "results.jsonl"
+    path.write_text(line + "\n", encoding="utf-8")
+    write_rows(path, [*read_rows(path), row("dense", 2, 5.0)])
+    first, second = path.read_text(encoding="utf-8").splitlines()
+    assert first == line and '"torch": ""' in second
+    older = read_rows(path)[0]
+    assert (older.scores, older.flags, older.torch, older.cores) == ({}, {}, "", 0)
 
 
 def test_a_run_without_a_step_of_its_own_has_no_row(tmp_path: Path) -> None:

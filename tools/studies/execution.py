@@ -321,6 +321,8 @@ class Execution:
             first_step=1 if run.fork is None else run.fork.step + 1,
             clip=self._commands.config(run).optimizer.clip_grad,
             scores=scores,
+            flags=self._commands.declared(run),
+            cores=len(os.sched_getaffinity(0)),
         )
 
     def _row_file(self, run: DeclaredRun) -> Path:

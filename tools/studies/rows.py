@@ -17,11 +17,14 @@ from megatron.errors import ConfigError, DataError
 from megatron.metrics.logger import LOSS
 from megatron.report.runs import RunData, read_run
 from megatron.status import replace_text
+from tools.studies.declaration import FlagValue
 
 POINTS = 100
 """Most points of a loss curve; each is the mean over an equal share of the run's steps."""
 TAIL = 20
 """The training loss at the end is the mean over this part, 1 / TAIL, of the steps."""
+LATER: Mapping[str, Any] = {"scores": {}, "flags": {}, "torch": "", "cores": 0}
+"""Keys that rows of earlier versions lack, with the values that such rows get."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,11 @@ class StudyRow:
         curve: (last step, mean training loss) of each part of the run.
         commit, processor: Where the run was made.
         scores: Figures of the trained model that the study asks for, by name.
+        flags: Flags of the run with those that the study sets, without the folders of the run;
+            `{data}` stands for the folder of the data (`Commands.declared`).
+        torch: Version of torch.
+        cores: Cores that all runs of the start shared.
+        lacking: Keys of `LATER` that the line of an older row does not have.
 
     Rows of an earlier format, which were converted, have no `step_seconds`, `peak_memory`, `commit`
     and `processor`, and those of several ranks no `density`.
@@ -71,11 +79,20 @@ class StudyRow:
     commit: str
     processor: str
     scores: Mapping[str, float] = field(default_factory=dict)
+    flags: Mapping[str, FlagValue] = field(default_factory=dict)
+    torch: str = ""
+    cores: int = 0
+    lacking: tuple[str, ...] = ()
 
     @property
     def line(self) -> str:
-        """The row as JSON, with the SHA-256 of everything before it."""
+        """The row as JSON, with the SHA-256 of everything before it.
+
+        The line of an older row stays as it was, since its SHA-256 may be cited elsewhere.
+        """
         content = asdict(self)
+        for key in content.pop("lacking"):
+            del content[key]
         return json.dumps({**content, "sha256": digest(content)})
 
 
@@ -98,6 +115,8 @@ def row_of(
     first_step: int,
     clip: float,
     scores: Mapping[str, float],
+    flags: Mapping[str, FlagValue],
+    cores: int,
 ) -> StudyRow:
     """Return the row of the run in `folder`, whose steps before `first_step` are another run's.
 
@@ -144,7 +163,16 @@ def row_of(
         commit=str(run.environment.get("commit", "")),
         processor=str(run.environment.get("processor", "")),
         scores=scores,
+        flags=flags,
+        torch=_version("torch", run.environment.get("packages", "")),
+        cores=cores,
     )
+
+
+def _version(package: str, packages: str) -> str:
+    """Return the version of a package in the list of a run's environment; "" if it has none."""
+    named = (each.partition(" ") for each in packages.split(", "))
+    return next((version for name, _, version in named if name == package), "")
 
 
 def curve(run: RunData) -> list[tuple[int, float]]:
@@ -203,10 +231,11 @@ def write_rows(path: Path, rows: Iterable[StudyRow]) -> None:
 def _row(where: str, line: bytes) -> StudyRow:
     try:
         content = dict(json.loads(line))
-        known = {each.name for each in fields(StudyRow)}
+        known = {each.name for each in fields(StudyRow)} - {"lacking"}
         if digest(content) != content["sha256"]:
             raise ConfigError(f"{where}: the row was changed: its sha256 is another")
-        content.setdefault("scores", {})  # not in rows of before there were scores
-        return StudyRow(**{key: content[key] for key in known})
+        lacking = tuple(key for key in LATER if key not in content)
+        content = {**LATER, **content}
+        return StudyRow(**{key: content[key] for key in known}, lacking=lacking)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{where}: no row of a study: {error!r}") from None
