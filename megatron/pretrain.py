@@ -54,6 +54,7 @@ from megatron.run_dir import (
     announce,
     finish,
     keep_config,
+    keeps_status,
     lock_folders,
     name_run_dir,
     prepare_run_dir,
@@ -282,14 +283,16 @@ def run(
             )
             if runtime.is_writer:
                 keep_config(config, run_dir)
-                with writing_to(run_dir):
-                    cut_metrics(run_dir, trainer.progress.iteration)
+                # An evaluation computes no step again.
+                if not config.training.skip_train:
+                    with writing_to(run_dir):
+                        cut_metrics(run_dir, trainer.progress.iteration)
             trainer.peer_failure = failures.causes().known
             outcome = trainer.train()
             heartbeat.at("start")
             metrics.flush()
             means = metrics.throughput(trainer.workload)
-            if runtime.is_writer:
+            if runtime.is_writer and not keeps_status(config, run_dir, attempt=failures.attempt):
                 finish(outcome, trainer.progress, run_dir, means, attempt=failures.attempt)
             if outcome.left:
                 step = trainer.progress.iteration
@@ -360,7 +363,9 @@ def open_run(
     verification = SharedVerification(world.rank, world.all_gather_str)
 
     def locate() -> str:
-        if hung := prepare_run_dir(run_dir, attempt=attempt, nccl="nccl" in runtime.backend):
+        keep_status = keeps_status(config, run_dir, attempt=attempt)
+        nccl = "nccl" in runtime.backend
+        if hung := prepare_run_dir(run_dir, attempt=attempt, nccl=nccl, keep_status=keep_status):
             log(f"collectives of an earlier start: {hung}")
         origin = locate_checkpoint(config, run_dir, log=log, verify=verification.verify)
         return json.dumps([str(origin.path), origin.own] if origin else None)

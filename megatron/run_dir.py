@@ -20,14 +20,20 @@ from megatron.config.compilation import choose_compilation
 from megatron.errors import ConfigError
 from megatron.fault_tolerance.flight_recorder import clear_dumps
 from megatron.fault_tolerance.run_lock import RunLock
-from megatron.launch import Runtime, check_cuda_variables, cuda_variables, job_environment
+from megatron.launch import (
+    Runtime,
+    check_cuda_variables,
+    cuda_variables,
+    job_environment,
+    unused_gpus,
+)
 from megatron.processor import (
     describe_processor,
     multiplies_natively,
     processor_model,
     vector_instructions,
 )
-from megatron.status import NO_SPACE, Status, replace_text, write_status
+from megatron.status import NO_SPACE, Status, read_status, replace_text, write_status
 
 if TYPE_CHECKING:
     from megatron.metrics import Metrics, Throughput
@@ -74,14 +80,27 @@ def lock_folders(
         held.callback(lock_run_dir(Path(save), log=log, name="save"))
 
 
-def prepare_run_dir(run_dir: Path, *, attempt: str = "", nccl: bool = False) -> str:
+def keeps_status(config: Config, run_dir: Path, *, attempt: str) -> bool:
+    """Return whether this start only evaluates, and status.json is that of another start.
+
+    The status then stays: an evaluation neither ends an unfinished run nor resumes it.
+    """
+    status = read_status(run_dir) if config.training.skip_train else None
+    return status is not None and status.attempt != attempt
+
+
+def prepare_run_dir(
+    run_dir: Path, *, attempt: str = "", nccl: bool = False, keep_status: bool = False
+) -> str:
     """Write the status "running" to the run folder, and make room for dumps of collectives.
 
-    Returns one line on the dumps of collectives that an earlier start left, empty without any.
-    Raises `ConfigError` if the folder cannot be written: at once, instead of at the first save.
+    With `keep_status`, status.json stays as it is. Returns one line on the dumps of collectives
+    that an earlier start left, empty without any. Raises `ConfigError` if the folder cannot be
+    written: at once, instead of at the first save.
     """
     with writing_to(run_dir):
-        write_status(run_dir, signed(Status(state="running", attempt=attempt)))
+        if not keep_status:
+            write_status(run_dir, signed(Status(state="running", attempt=attempt)))
         return clear_dumps(run_dir, nccl=nccl)
 
 
@@ -141,6 +160,9 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
         metrics.log(line)
     metrics.log(f"device: {runtime.device.type}, backend {runtime.backend}")
     if runtime.device.type == "cpu":
+        unused = unused_gpus() if config.run.device != "cpu" else None
+        if unused:
+            metrics.log(f"warning: {unused}")
         metrics.log(_processor(config))
     else:
         variables = [f"{name}={value}" for name, value in cuda_variables().items()]

@@ -16,6 +16,7 @@ import pytest
 
 from megatron.config import resolve
 from megatron.data.vocabulary import Vocabulary
+from megatron.status import Status, read_status, write_status
 from megatron.tasks.gpt import LoadedGPT
 from pretrain_gpt import GPT_TASK
 from tests.config.helpers import read
@@ -54,6 +55,36 @@ def test_alone_with_the_default_run_folder(tmp_path: Path) -> None:
     assert "training_days" in status["throughput"]
     report = (folder / "report.html").read_text()
     assert "mean step" in report and "AxoNN, Eq. 2" not in report  # for so small a model
+
+
+def test_an_evaluation_leaves_the_records_of_an_unfinished_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert alone(f"{TINY} --exit-interval 4 --run-dir run", tmp_path).returncode == 0
+    # As a crash leaves them: a failure, a step after the checkpoint, and part of a line.
+    failed = Status(state="failed", exit_code=6, reason="killed", iteration=5, attempt="a")
+    write_status(run, failed)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    later = [lines[-1].replace('"iteration": 4', '"iteration": 5'), lines[-1][:30]]
+    (run / "metrics.jsonl").write_text("\n".join([*lines, *later]))
+    done = alone(f"{TINY} --skip-train --run-dir run", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert read_status(run) == failed
+    *old, valid, test = (run / "metrics.jsonl").read_text().splitlines()
+    assert old == [*lines, *later]
+    assert json.loads(valid)["valid_loss"] and json.loads(test)["test_loss"]
+    assert not list(run.glob("metrics.jsonl.cut-*"))
+    # The failure of an evaluation is told and recorded.
+    (manifest,) = run.glob("checkpoints/*/manifest.json")
+    manifest.write_text("{}")
+    done = alone(f"{TINY} --skip-train --run-dir run", tmp_path)
+    assert done.returncode == 4 and "no checkpoint in it verifies" in done.stderr
+    status = read_status(run)
+    assert status is not None and (status.state, status.exit_code) == ("failed", 4)
+    assert status.attempt != "a"
+    # A folder without a status gets one.
+    done = alone(f"{TINY} --skip-train --run-dir new", tmp_path)
+    status = read_status(tmp_path / "new")
+    assert done.returncode == 0 and status is not None and status.state == "done"
 
 
 def test_saved_configuration_repeats_the_run_bit_by_bit(tmp_path: Path) -> None:

@@ -138,8 +138,11 @@ class AppendFile:
             self._descriptor = -1
 
     def _open(self) -> None:
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o640)
         self._size = os.fstat(self._descriptor).st_size
+        # A crash may have torn the last line, which the next one must not join.
+        if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
+            self._waiting.insert(0, b"\n")
 
 
 def step_values(record: StepRecord, *, time: float, steps: int = 1) -> dict[str, Value]:
