@@ -74,7 +74,7 @@ def keys_of(page: Path, place: int, header: str = "Key") -> list[str]:
 
 def test_exit_codes_are_those_of_the_program() -> None:
     (rows,) = tables(FAULTS, "Exit code")
-    named = {int(code): name.strip("`") for code, name, _ in rows}
+    named = {int(code): name.strip("`") for code, name, *_ in rows}
     kinds = {code: kind.__name__ for code, kind in errors.ERRORS_BY_CODE.items()}
     kinds |= {errors.EXIT_DONE: "EXIT_DONE", errors.EXIT_REQUEUE: "EXIT_REQUEUE"}
     unnamed = {failures.EXIT_UNEXPECTED: "", watchdog.EXIT_INTERRUPTED: ""}

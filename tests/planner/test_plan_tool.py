@@ -64,7 +64,7 @@ def test_it_takes_no_torch_and_less_than_two_seconds() -> None:
 )
 def test_every_configuration_can_be_planned(file: Path, plan: Any) -> None:
     text = plan(f"{file} --site perlmutter --gpu A100-80GB")
-    assert text.startswith(f"{file.stem}: ") and "queue time" in text
+    assert text.startswith(f"{file.stem}: ") and "time in jobs" in text
     assert max(map(len, text.splitlines())) <= 100
 
 

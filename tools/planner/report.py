@@ -190,7 +190,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield ""
     hours = queue.total / 3600
     yield (
-        f"queue time   {duration(queue.total)} in all on {plan.nodes} node(s): "
+        f"time in jobs {duration(queue.total)} in all on {plan.nodes} node(s): "
         f"{hours * plan.nodes:,.0f} node-hours"
     )
     yield (
