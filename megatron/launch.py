@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -579,6 +580,36 @@ def stop() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def gpu_devices() -> list[Path]:
+    """Return the device files of this machine's NVIDIA GPUs, which need no driver that works."""
+    return sorted(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def unused_gpus(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return why the GPUs of this machine are not used, None without any, or where torch sees one.
+
+    A build of torch that does not fit the driver sees no GPU, and the run would train on the CPU
+    without a word. GPUs that CUDA_VISIBLE_DEVICES hides are meant to be hidden.
+    """
+    import torch
+
+    env = os.environ if environ is None else environ
+    hidden = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
+    if hidden or not gpu_devices() or torch.cuda.is_available():
+        return None
+    built = torch.version.cuda
+    cause = (
+        f"torch {torch.__version__} is built for CUDA {built}, for which the driver may be too "
+        "old, or the job has asked for no GPU"
+        if built
+        else f"torch {torch.__version__} is built without CUDA"
+    )
+    return (
+        f"this machine has NVIDIA GPUs, and torch sees none: {cause}; install the torch that fits "
+        "the driver (docs/slurm.md), or give --device cpu; --device cuda refuses to train on CPUs"
+    )
 
 
 def _choose_device(launch: Launch, config: Config) -> torch.device:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -299,6 +300,34 @@ def test_ranks_of_torchrun_do_not_share_a_device(
         return
     with pytest.raises(ConfigError, match="local rank 1: only 1 CUDA devices are seen"):
         launch_module._choose_device(launch, read())
+
+
+@pytest.mark.parametrize(
+    ("built", "visible", "cause"),
+    [
+        (None, None, "built without CUDA"),
+        ("13.0", "0,1", "built for CUDA 13.0, for which the driver may be too old"),
+        ("13.0", "NoDevFiles", "the job has asked for no GPU"),  # set by Slurm
+        ("13.0", "", None),
+        ("13.0", "-1,0", None),
+    ],
+)
+def test_gpus_that_torch_does_not_see_are_told(
+    built: str | None, visible: str | None, cause: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(launch_module, "gpu_devices", lambda: [Path("/dev/nvidia0")])
+    told = launch_module.unused_gpus(environ)
+    assert (told is None) == (cause is None)
+    if told is not None and cause is not None:
+        assert cause in told and "--device cuda" in told and "\n" not in told
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert launch_module.unused_gpus(environ) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(launch_module, "gpu_devices", list)
+    assert launch_module.unused_gpus(environ) is None
 
 
 def test_fp32_products_and_convolutions_are_not_rounded_to_tf32() -> None:

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from megatron import launch
 from megatron.config import resolve, to_yaml
 from megatron.errors import ConfigError
 from megatron.launch import job_environment
@@ -84,6 +86,19 @@ def test_variables_of_cuda_are_told_and_recorded(monkeypatch: pytest.MonkeyPatch
     assert not [line for line in announced("--num-layers 4", stages=2) if "CUDA_" in line]
     assert environment()["job"] == job_environment()
     assert job_environment()["CUDA_MODULE_LOADING"] == "EAGER"
+
+
+def test_gpus_that_a_run_does_not_use_are_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for gpus in ([], [Path("/dev/nvidia0")]):
+        monkeypatch.setattr(launch, "gpu_devices", gpus.copy)
+        lines = [line for line in announced("", stages=1) if line.startswith("warning: this mach")]
+        assert len(lines) == len(gpus)
+    # Nobody who asks for the CPU wonders about it.
+    assert not any("NVIDIA" in line for line in announced("--device cpu", stages=1))
 
 
 def _full(*_: object) -> None:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config import parse  # noqa: E402
-from megatron.errors import PeerError, SparsetronError  # noqa: E402
-from megatron.launch import Launch, Runtime, detect_launch, start, stop  # noqa: E402  # noqa: E402
+from megatron.errors import ConfigError, PeerError, SparsetronError  # noqa: E402
+from megatron.launch import Launch, Runtime, detect_launch, start, stop, unused_gpus  # noqa: E402
 from megatron.parallel.dims import ParallelDims  # noqa: E402
 from megatron.status import Status, write_status  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
@@ -53,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         launch = detect_launch()
         rank = launch.rank
+        place[0] = "choosing the device"
+        # Before the ranks meet, which fails for another reason if only some of them have GPUs.
+        if (unused := unused_gpus()) is not None:
+            raise ConfigError(f"{socket.gethostname()}: {unused}")
         place[0] = "joining the ranks"
         runtime = start(launch, parse(FLAGS.split(), paths=GRADIENT_PATHS))
         check(launch, runtime, place)

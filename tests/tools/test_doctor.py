@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron import launch
 from megatron.status import read_status
 from tools import doctor_host, doctor_ranks, doctor_settings
 
@@ -172,6 +175,19 @@ def test_ranks_that_cannot_join_say_what_they_were_doing(
     status = read_status(tmp_path / "run")
     assert status is not None and status.exit_code == 2 and status.rank == 1
     assert status.reason.startswith("joining the ranks: MASTER_ADDR=nowhere.invalid")
+
+
+def test_gpus_that_torch_does_not_see_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(launch, "gpu_devices", lambda: [Path("/dev/nvidia0")])
+    assert doctor_ranks.main(["--run-dir", str(tmp_path / "run")]) == 2
+    status = read_status(tmp_path / "run")
+    assert status is not None and status.state == "failed"
+    start = f"choosing the device: {socket.gethostname()}: this machine has NVIDIA GPUs, and torch"
+    assert status.reason.startswith(start)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
