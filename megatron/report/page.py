@@ -110,12 +110,22 @@ def _tiles(figures: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="tiles">{"".join(cards)}</div>'
 
 
-def chart_cards(charts: Sequence[Picture]) -> str:
-    """Return the charts as pictures, or a note in their place; empty without charts."""
+def chart_cards(
+    charts: Sequence[Picture], *, captions: Sequence[str] = (), wide: bool = False
+) -> str:
+    """Return the charts as pictures, or a note in their place; empty without charts.
+
+    `captions` are texts below the charts, one for each or none at all. With `wide`, each chart has
+    a line of its own, for those whose legend would be too small to read in columns.
+    """
     if charts and not can_draw():
         return f'<p class="card">The charts are left out: {escape(NEEDS_MATPLOTLIB)}.</p>'
-    cards = "".join(f'<div class="card">{as_svg(chart)}</div>' for chart in charts)
-    return cards and f'<div class="charts">{cards}</div>'
+    texts = [f"<p>{escape(text)}</p>" if text else "" for text in captions or [""] * len(charts)]
+    cards = "".join(
+        f'<div class="card">{as_svg(chart)}{text}</div>'
+        for chart, text in zip(charts, texts, strict=True)
+    )
+    return cards and f'<div class="charts{" wide" * wide}">{cards}</div>'
 
 
 def _memory(run: RunData) -> str:

@@ -338,7 +338,7 @@ def test_an_error_that_nothing_expects_ends_one_run_alone(tmp_path: Path) -> Non
 
 
 def test_the_estimate_counts_what_running_runs_have_done(tmp_path: Path) -> None:
-    """Of eight equal runs, four at a time, half are ahead when the first four end."""
+    """Half of eight equal runs, four at a time, are ahead when the first ones end."""
     text = write_study(tmp_path).read_text(encoding="utf-8")
     path = tmp_path / "study.yaml"
     alone = text.partition('  "dense_')[0].replace("[[dense_int4, dense_bf16]]", "[]")

@@ -10,7 +10,8 @@ import pytest
 from megatron.errors import ConfigError
 from tests.studies.files import row, write_study
 from tools.studies.declaration import read_study
-from tools.studies.page import StudyReport, report_of, write_report
+from tools.studies.page import StudyReport, caption, report_of, write_report
+from tools.studies.pictures import ParetoPicture, pictures_of
 
 ROWS = [
     row("dense", 1, 5.0),
@@ -70,6 +71,61 @@ def test_another_page_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == "# Mine\n"
     write_report(found, tmp_path / "out")
     write_report(found, tmp_path / "out")  # its own page it does
+
+
+def test_pictures_name_what_they_leave_out(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    study = read_study(write_study(tmp_path))
+    alone = [replace(row, ranks=1, data_parallel=1, bytes=0) for row in ROWS[:2]]
+    also = [row("dense_int4", seed, 5.1, sent=13) for seed in (1, 2)]
+    unknown = [replace(row, step_seconds=None) for row in also]
+    write_report(report_of(study, [*alone, *ROWS[2:4], *unknown]), tmp_path / "out")
+    page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    html = (tmp_path / "out" / "study.html").read_text(encoding="utf-8")
+    for text in (
+        "Left out, since they send nothing: 1 (dense).",
+        "The runs may have shared the machine. Left out, since their rows have no step time: "
+        "1 (dense_int4).",
+    ):
+        assert f"{text}\n" in page and f"{text}</p>" in html
+    assert page.index("loss_by_bytes.png") < page.index("send nothing") < page.index("loss_by_time")
+
+
+def test_all_names_are_below_a_picture_of_the_page(tmp_path: Path) -> None:
+    picture = pictures_of(
+        [
+            replace(group, name=f"{group.name}{number}", data_parallel=1 + number // 7)
+            for group in report(tmp_path).groups[:1]
+            for number in range(9)
+        ],
+        {f"dense{number}": "dense" for number in range(9)},
+    )["loss_by_bytes"]
+    names = ", ".join(f"dense{number}" for number in range(7))
+    assert caption(picture, ", ".join).endswith(f"7 ({names}).")
+
+
+def test_shorter_runs_take_less_time_at_the_same_step(tmp_path: Path) -> None:
+    whole = [row("dense", seed, 5.0) for seed in (1, 2)]
+    # The median step is longer, as if it shared the machine, and the run has half the steps.
+    short = [replace(row("dense_int4", seed, 5.1, seconds=1.5), steps=5) for seed in (1, 2)]
+    fork = [replace(row("dense_bf16", seed, 4.9), seconds=2.0) for seed in (1, 2)]
+    failed = [replace(row("dense_int4", 3, None), steps=1)]
+    groups = report_of(read_study(write_study(tmp_path)), [*whole, *fork, *short, *failed]).groups
+    seconds = {group.name: group.training_seconds for group in groups}
+    assert seconds == {"dense": 10.0, "dense_bf16": 10.0, "dense_int4": 7.5}
+    pictures = pictures_of(groups, read_study(write_study(tmp_path)).baselines)
+    time = pictures["loss_by_time"]
+    assert isinstance(time, ParetoPicture)
+    assert [group.name for group in time.fronts()[0]] == ["dense_int4", "dense_bf16"]
+    assert "may have shared the machine" in caption(time, ", ".join)
+
+
+def test_each_picture_of_the_page_has_a_line_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_report(report(tmp_path), tmp_path / "out")
+    page = (tmp_path / "out" / "study.html").read_text(encoding="utf-8")
+    assert page.count('class="charts wide"') == 1 and 'class="charts"' not in page
+    assert ".charts.wide { grid-template-columns: 1fr; }" in page
 
 
 def test_pictures_need_matplotlib_and_two_groups(tmp_path: Path) -> None:

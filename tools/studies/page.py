@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -221,9 +221,20 @@ def as_markdown(report: StudyReport) -> str:
         lines += ["", *table(PAIR_COLUMNS, pair_cells(report), texts=TEXTS)]
     lines += [""]
     if can_draw():
-        pictures = pictures_of(report.groups, report.study.baselines).items()
-        lines += [f"![{picture.title}]({name}.png)\n" for name, picture in pictures]
+        for name, picture in pictures_of(report.groups, report.study.baselines).items():
+            text = caption(picture, _first)
+            lines += [f"![{picture.title}]({name}.png)\n", *([f"{text}\n"] if text else [])]
     return "\n".join(lines)
+
+
+def caption(picture: ParetoPicture | GapPicture, listed: Callable[[Sequence[str]], str]) -> str:
+    """Return what is to be read below a picture; `listed` writes the names of groups."""
+    if isinstance(picture, GapPicture):
+        return ""
+    texts = [picture.cost.note] if picture.cost.note else []
+    if names := picture.left_out:
+        texts.append(f"Left out, since {picture.cost.lacking}: {len(names)} ({listed(names)}).")
+    return " ".join(texts)
 
 
 def as_html(report: StudyReport, pictures: dict[str, ParetoPicture | GapPicture]) -> str:
@@ -233,5 +244,6 @@ def as_html(report: StudyReport, pictures: dict[str, ParetoPicture | GapPicture]
     head, lines = group_table(report)
     body += [table_card("Runs", lines, head=head)]
     body += [table_card("Pairs", pair_cells(report), head=PAIR_COLUMNS)]
-    body += [chart_cards(list(pictures.values()))]
+    drawn = list(pictures.values())
+    body += [chart_cards(drawn, captions=[caption(each, ", ".join) for each in drawn], wide=True)]
     return document(report.study.title, body, written=timestamp(time.time()))

@@ -23,31 +23,52 @@ MARKERS = "os^Dv"
 class Cost:
     """A cost that losses are drawn against: its file, its title, and its value of a group.
 
-    The value is 0 for a group without one.
+    The value is 0 for a group without one, which is left out; `lacking` says why. `note` is what a
+    reader must know of the values.
     """
 
     file: str
     title: str
     unit: str
     measure: Measure
+    lacking: str
+    note: str = ""
 
 
-BYTES = Cost("bytes", "Payload of a step", "B", lambda group: group.payload)
-COSTS = (
-    BYTES,
-    Cost("time", "Seconds of a step", "s", lambda group: group.step_seconds or 0.0),
-    Cost("memory", "Peak memory of a rank", "B", lambda group: group.peak_memory or 0.0),
+BYTES = Cost(
+    "bytes", "Payload of a step", "B", lambda group: group.payload, lacking="they send nothing"
 )
+TIME = Cost(
+    "time",
+    "Training time: steps x median step",
+    "s",
+    lambda group: group.training_seconds or 0.0,
+    lacking="their rows have no step time",
+    note="Time is the number of steps, with those of the run that a run continues, times its "
+    "median step. The runs may have shared the machine.",
+)
+MEMORY = Cost(
+    "memory",
+    "Peak memory of a rank",
+    "B",
+    lambda group: group.peak_memory or 0.0,
+    lacking="their rows have no memory",
+)
+COSTS = (BYTES, TIME, MEMORY)
 
 
 @dataclass(frozen=True)
 class ParetoPicture:
-    """Gap against a cost: a point for each group, and a Pareto front for each baseline."""
+    """Gap against a cost: a point for each group, and a Pareto front for each baseline.
+
+    `left_out` are the names of groups that have a gap and no cost.
+    """
 
     title: str
     groups: Sequence[SeedGroup]
     baselines: Mapping[str, str]
     cost: Cost
+    left_out: Sequence[str] = ()
 
     def draw(self, figure: Figure) -> None:
         """Draw the points with their names, and the fronts as steps."""
@@ -126,10 +147,13 @@ def pictures_of(
     """Return the pictures by the name of their file; `baselines` are those of all groups."""
     found: dict[str, ParetoPicture | GapPicture] = {}
     for cost in COSTS:
-        shown = [g for g in groups if g.gap is not None and cost.measure(g) > 0]
+        rated = [group for group in groups if group.gap is not None]
+        shown = [group for group in rated if cost.measure(group) > 0]
+        left_out = [group.name for group in rated if cost.measure(group) <= 0]
         if len(shown) > 1:
             title = f"Loss by {cost.file}"
-            found[f"loss_by_{cost.file}"] = ParetoPicture(title, shown, baselines, cost)
+            picture = ParetoPicture(title, shown, baselines, cost, left_out)
+            found[f"loss_by_{cost.file}"] = picture
     gaps = [g for g in groups if g.gap is not None and g.name != baselines[g.name]]
     if gaps:
         names = {baselines[group.name] for group in gaps}
