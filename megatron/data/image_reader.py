@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -133,13 +134,23 @@ class Epoch:
         return cls(number, order, random.random_sample((images, 3)))
 
 
+def evaluation_order(images: int) -> NDArray[np.int64]:
+    """Return the number of the image at each place of an evaluation.
+
+    A source may be sorted by class, and its first images are then of a few classes. The order
+    depends on the number of images alone, so that all ranks, evaluations and runs take the same
+    ones first.
+    """
+    return frozen_random(images).permutation(images).astype(np.int64)
+
+
 @dataclass(kw_only=True)
 class ImageReader:
     """A `Reader` of images.
 
     Sample s is image order(epoch)[s % images] of epoch s // images, so that each epoch has every
     image once and a global batch may reach into the next one. Without a `seed`, images come once,
-    in the order of the source, and samples past the end are padding.
+    in `evaluation_order`, and samples past the end are padding.
     """
 
     source: ImageSource
@@ -148,6 +159,10 @@ class ImageReader:
     device: torch.device
     seed: int | None
     _epoch: Epoch | None = field(default=None, init=False)
+
+    @cached_property
+    def _evaluation_order(self) -> NDArray[np.int64]:
+        return evaluation_order(self.samples)
 
     @property
     def samples(self) -> int:
@@ -185,8 +200,10 @@ class ImageReader:
 
     def _read(self, sample: int) -> tuple[Pixels, int]:
         """Return the pixels and the label of a sample."""
-        index, draws = sample, None
-        if self.seed is not None:
+        draws = None
+        if self.seed is None:
+            index = int(self._evaluation_order[sample])
+        else:
             number, place = divmod(sample, self.samples)
             if self._epoch is None or self._epoch.number != number:
                 self._epoch = Epoch.of(self.seed, number, self.samples)

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.image_reader import IGNORED, Epoch, ImageReader, ImageTransform
+from megatron.data.image_reader import (
+    IGNORED,
+    Epoch,
+    ImageReader,
+    ImageTransform,
+    evaluation_order,
+)
 from megatron.data.images import ImageArray
 from megatron.data.sampler import MicrobatchSampler
 
@@ -115,18 +121,40 @@ def test_images_are_normalized_by_channel() -> None:
         expected = (batch.images[:, channel] - mean) / std
         torch.testing.assert_close(normal.images[:, channel], expected)
     assert normal.images.dtype == torch.float32 and normal.images.shape == (2, 3, 32, 32)
-    assert normal.labels.tolist() == [0, 1]
+    assert normal.labels.tolist() == (evaluation_order(COUNT)[:2] % 10).tolist()
 
 
 def test_evaluation_pads_the_last_batch_with_images_that_do_not_count() -> None:
     made = reader(micro=4, seed=None)
     batches = list(made.read(24, 8))
     assert [batch.counted for batch in batches] == [4, 2]
-    assert batches[1].labels.tolist() == [8, 9, IGNORED, IGNORED]
+    assert batches[1].labels.tolist() == [*evaluation_order(COUNT)[28:] % 10, IGNORED, IGNORED]
     assert all(batch.uneven for batch in batches)
     assert made.samples == COUNT
     assert not any(batch.uneven for batch in made.read(16, 8))
     assert not any(batch.uneven for batch in reader(micro=4).read(24, 8))
+
+
+def test_a_part_of_an_evaluation_has_all_classes_of_a_sorted_source() -> None:
+    """The same images on any number of ranks, and each image once in a whole evaluation."""
+    sorted_by_class = ImageArray(numbered().pixels, np.arange(COUNT) // 3)
+
+    def numbers(first: int, size: int, **options: int) -> list[int]:
+        made = reader(augment=False, seed=None, **options)
+        made.source = sorted_by_class
+        found = images_of(made, first, size)
+        return [int(found[place][2, 0, 0]) for place in sorted(found)]
+
+    part = numbers(0, 16)
+    assert len({int(sorted_by_class.labels[number]) for number in part}) >= 8
+    assert part == numbers(0, 16, micro=4)
+    halves = [numbers(0, 16, rank=rank, ranks=2) for rank in range(2)]
+    assert sorted(halves[0] + halves[1]) == sorted(part)
+    assert sorted([*part, *numbers(16, 14)]) == list(range(COUNT))
+
+
+def test_the_order_of_an_evaluation_is_that_of_every_version() -> None:
+    assert evaluation_order(8).tolist() == [3, 0, 1, 4, 7, 5, 6, 2]
 
 
 @pytest.mark.parametrize("shape", [(40, 60), (50, 20), (224, 224), (31, 32)])
