@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPT-3 XL of the SAMO paper, which had 64 to 512 GPUs, RANKS_PER_NODE=6 (SITE=summit); on 16 GB it needs
 # a pipeline (--pipeline-model-parallel-size), whose depth the paper does not tell.
-#   GRAD_PATH=samo scripts/gpt_xl.sh [--dry-run] [-- --data-path PREFIX FLAGS]
+#   GRAD_PATH=samo scripts/gpt_xl.sh [--dry-run] -- --samo-pruning early-bird [--data-path PREFIX FLAGS]
 # Other variables: see launch.sh.
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

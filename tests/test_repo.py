@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,44 @@ def test_configuration_is_accepted(file: Path) -> None:
     if isinstance(config, GPTConfig) and (wanted := SHAPES.get(file.stem)) is not None:
         model = config.model
         assert (model.num_layers, model.num_attention_heads, model.hidden_size) == wanted
+
+
+def _flags_told_in(head: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield script and flags of each usage line, the flags without placeholders and data."""
+    for names, script, rest in re.findall(r"^#   (.*?)scripts/(\w[\w.]*)\.sh (.*)$", head, re.M):
+        words = shlex.split(rest.partition("-- ")[2].partition("[")[0])
+        if "--data-path" in words:
+            words = words[: words.index("--data-path")]
+        path = re.search(r"GRAD_PATH=(\S+)", names)
+        yield script, [*(["--grad-path", path[1]] if path else []), *words]
+
+
+RESOLVED = {  # what runs of the papers have, by the usage lines of their scripts and configurations
+    "gpt_355m": ("radius", {"density": 0.5, "interval": 200, "start_iter": 80_000}),
+    **{
+        name: ("samo", {"pruning": "early-bird", "sparsity": 0.9})
+        for name in ("gpt_xl", "gpt_2.7b", "gpt_6.7b", "gpt_13b", "vgg19", "wide_resnet101")
+    },
+}
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_usage_lines_give_the_papers_settings(name: str) -> None:
+    from megatron.config import parse
+    from pretrain_gpt import GRADIENT_PATHS
+    from tests.config.helpers import task_of
+
+    path, wanted = RESOLVED[name]
+    file = REPO / "configs" / f"{name}.yaml"
+    heads = [text.read_text("utf-8") for text in (file, REPO / "scripts" / f"{name}.sh")]
+    found = []
+    for script, flags in (line for head in heads for line in _flags_told_in(head)):
+        if script == name and flags[:2] == ["--grad-path", path]:
+            line = ["--config", str(file), "--mock-data", *flags]
+            config = parse(line, paths=GRADIENT_PATHS, task=task_of(file))
+            options = config.extensions[path]
+            found.append({key: getattr(options, f"{path}_{key}") for key in wanted})
+    assert found and all(each == wanted for each in found), found
 
 
 def test_each_size_has_a_configuration_and_a_script() -> None:
