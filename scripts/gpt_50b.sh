@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # GPT-50B of the AxoNN paper, which had NODES=32 RANKS_PER_NODE=6; 24 ranks and its
 # doubles give the same batches.
-#   NODES=32 RANKS_PER_NODE=6 scripts/gpt_50b.sh [--dry-run] [-- --data-path PREFIX FLAGS]
+# A step takes five minutes on the paper's GPUs: in a Slurm job SAVE_SECONDS must say how long a step and
+# a save take, or the job ends before its run could save.
+#   SAVE_SECONDS=900 NODES=32 RANKS_PER_NODE=6 scripts/gpt_50b.sh [--dry-run] [-- --data-path PREFIX FLAGS]
 # Other variables: see launch.sh.
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
