@@ -10,7 +10,7 @@
 # alone, are written --name=value: --account=..., --partition=..., --exclude=..., --dependency=...
 #   LAUNCHER        local, torchrun, srun, mpiexec, sbatch   (torchrun for several ranks, else local)
 #   NODES           machines                                                                    (1)
-#   RANKS_PER_NODE  processes on each                                              (GPUs seen, or 1)
+#   RANKS_PER_NODE  processes on each; set it for sbatch on a login node               (GPUs seen, or 1)
 #   CONFIG          YAML file; may be left out where flags say it all
 #   ENTRY           script of this repository that trains: pretrain_gpt.py, pretrain_vision.py, ...
 #                                 (that in the first line of CONFIG: # pretrain_...; or pretrain_gpt.py)
@@ -82,9 +82,10 @@ fi
 
 choose_python
 
+ranks_known=true
 if [[ -z ${RANKS_PER_NODE:-} ]]; then
   RANKS_PER_NODE=$(count_gpus)
-  ((RANKS_PER_NODE)) || RANKS_PER_NODE=1
+  ((RANKS_PER_NODE)) || RANKS_PER_NODE=1 ranks_known=false
 fi
 NODES=${NODES:-1}
 for variable in NODES RANKS_PER_NODE CPUS_PER_TASK SAVE_SECONDS LOST_STARTS; do

@@ -128,10 +128,17 @@ prepare_job() {
   ((LEAVE_SECONDS < limit)) ||
     refuse "TIME=$TIME: SAVE_SECONDS=$SAVE_SECONDS asks for $LEAVE_SECONDS s at its end, which is all of it"
   require_header_path RUN_DIR "$RUN_DIR"
-  # Where Slurm hands out GPUs one by one, a job that names none computes on CPUs.
-  if [[ $SITE == local && " ${sbatch_flags[*]} ${asked_of_sbatch[*]}" != *' --g'[pr]* &&
-    " ${flags[*]} " != *' --device cpu '* ]]; then
-    say "no flag of sbatch asks for GPUs; if this Slurm wants one: --gpus-per-node=$RANKS_PER_NODE"
+  if [[ " ${flags[*]} " != *' --device cpu '* ]]; then
+    # Submitted from a login node, all but one GPU of each node would idle, and cost.
+    $ranks_known ||
+      say "RANKS_PER_NODE is not set and no GPU is seen here: the job starts one rank on each node;" \
+        "set RANKS_PER_NODE to the GPUs of a node"
+    # Where Slurm hands out GPUs one by one, a job that names none computes on CPUs.
+    if [[ $SITE == local && " ${sbatch_flags[*]} ${asked_of_sbatch[*]}" != *' --g'[pr]* ]]; then
+      local gpus=$RANKS_PER_NODE
+      $ranks_known || gpus=RANKS_PER_NODE
+      say "no flag of sbatch asks for GPUs; if this Slurm wants one: --gpus-per-node=$gpus"
+    fi
   fi
   RUN_DIR=$(realpath -ms -- "$RUN_DIR")
   LOG_DIR=$RUN_DIR/logs

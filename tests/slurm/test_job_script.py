@@ -154,6 +154,20 @@ def test_a_rank_is_started_for_each_visible_gpu(
     assert f"1 node(s) x {ranks} rank(s)" in shown.stderr, shown.stderr
 
 
+def test_a_login_node_without_gpus_asks_for_the_ranks_of_a_node(tmp_path: Path) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    tool.chmod(0o755)
+    asks = "set RANKS_PER_NODE to the GPUs of a node"
+    shown = dry(tmp_path, NODES="2")
+    assert "--ntasks-per-node=1" in headers(shown.stdout)
+    assert asks in shown.stderr and "--gpus-per-node=RANKS_PER_NODE" in shown.stderr
+    for known in ({"RANKS_PER_NODE": "1"}, {"SITE": "vista"}, {"LAUNCHER": "srun"}):
+        assert asks not in dry(tmp_path, NODES="2", **known).stderr
+    assert asks not in dry(tmp_path, NODES="2", flags=("--device", "cpu")).stderr
+
+
 @pytest.mark.parametrize(
     ("version", "flags"),
     [
