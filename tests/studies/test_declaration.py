@@ -168,7 +168,11 @@ def test_what_is_wrong_is_refused_by_key(tmp_path: Path, old: str, new: str, mes
         ("lr: 1.0e-3", "train-iters: 10", "tokens: train-iters gives the length too"),
         ("global-batch-size: 4", "global-batch-size: 0", "run dense: --global-batch-size"),
         ("lr: 1.0e-3", "lr: 1.0e-3\n  skip-train: true", "skip_train: the run would not make all"),
-        ("lr: 1.0e-3", "lr: 1.0e-3\n  keep-last: 2", "run dense: keep-last: would delete"),
+        (
+            "lr: 1.0e-3",
+            "lr: 1.0e-3\n  keep-last: 2",
+            "keep-last: would delete checkpoints that forks load; give none",
+        ),
         (
             "lr: 1.0e-3",
             "lr: 1.0e-3\n  save-interval: 1\n  save-retain-interval: 5",

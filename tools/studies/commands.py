@@ -204,7 +204,10 @@ class Commands:
             for name in ("keep_last", "save_retain_interval"):
                 if getattr(config.checkpoint, name):
                     flag = name.replace("_", "-")
-                    raise self._error(run, f"{flag}: would delete checkpoints that forks load")
+                    # The configurations of configs/ set keep_last.
+                    raise self._error(
+                        run, f"{flag}: would delete checkpoints that forks load; give none"
+                    )
 
     def _check_fork(self, run: DeclaredRun, base: DeclaredRun, step: int) -> None:
         """Refuse a fork whose base has no checkpoint of the step, or one that it could not load.
