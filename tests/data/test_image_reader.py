@@ -136,7 +136,7 @@ def test_evaluation_pads_the_last_batch_with_images_that_do_not_count() -> None:
 
 
 def test_a_part_of_an_evaluation_has_all_classes_of_a_sorted_source() -> None:
-    """The same images on any number of ranks, and each image once in a whole evaluation."""
+    """Any number of ranks takes equal images, and a whole evaluation has each image once."""
     sorted_by_class = ImageArray(numbered().pixels, np.arange(COUNT) // 3)
 
     def numbers(first: int, size: int, **options: int) -> list[int]:
