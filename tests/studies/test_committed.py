@@ -26,6 +26,7 @@ def name_of(path: Path) -> str:
 def test_every_run_is_accepted(path: Path) -> None:
     study = read_study(path)
     commands = Commands(study, Path("runs"), Path("data"))
+    commands.check_losses()
     assert all(commands.steps(run) > 0 for run in study.runs)
 
 

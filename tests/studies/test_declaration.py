@@ -10,6 +10,7 @@ from megatron.errors import ConfigError
 from tests.studies.files import NAMES, write_study
 from tools.studies.commands import Commands
 from tools.studies.declaration import Fork, read_study
+from tools.studies.execution import Execution, Launcher
 
 FORK = "    fork: {run: dense, step: 4}\n"
 
@@ -164,7 +165,6 @@ def test_what_is_wrong_is_refused_by_key(tmp_path: Path, old: str, new: str, mes
         ("mock-data", "mok-data", "run dense: --mok-data: no such flag; did you mean --mock-data?"),
         ("tokens: 640", "tokens: 641", "tokens: 641; must be a multiple of a step's 64"),
         ("step: 4", "step: 10", "run dense_bf16: fork.step: 10; the run has fewer steps"),
-        ("eval-iters: 1", "eval-iters: 0", "run dense: eval-iters: 0; the run would have no loss"),
         ("lr: 1.0e-3", "train-iters: 10", "tokens: train-iters gives the length too"),
         ("global-batch-size: 4", "global-batch-size: 0", "run dense: --global-batch-size"),
         ("lr: 1.0e-3", "lr: 1.0e-3\n  skip-train: true", "skip_train: the run would not make all"),
@@ -250,7 +250,20 @@ def test_what_the_trainer_accepts_is_accepted(tmp_path: Path, old: str, new: str
     path = write_study(tmp_path, (old, new))
     if "full-validation" in new:  # which mock data has none of
         path.write_text(path.read_text().replace("mock-data: true", "data-path: d"), "utf-8")
-    commands_of(path)
+    commands_of(path).check_losses()
+
+
+def test_a_run_without_a_loss_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path = write_study(tmp_path, ("eval-iters: 1", "eval-iters: 0"))
+    with pytest.raises(ConfigError, match="run dense: eval-iters: 0; the run would have no loss"):
+        Execution(
+            read_study(path),
+            tmp_path,
+            data=tmp_path,
+            jobs=1,
+            launcher=Launcher(read_study(path), jobs=1),
+            log=print,
+        )
 
 
 def test_a_fork_loads_its_base(tmp_path: Path) -> None:

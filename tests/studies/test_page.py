@@ -12,6 +12,7 @@ from tests.studies.files import row, write_study
 from tools.studies.declaration import read_study
 from tools.studies.page import StudyReport, caption, report_of, write_report
 from tools.studies.pictures import ParetoPicture, pictures_of
+from tools.studies.statistics import training_seconds
 
 ROWS = [
     row("dense", 1, 5.0),
@@ -99,6 +100,7 @@ def test_all_names_are_below_a_picture_of_the_page(tmp_path: Path) -> None:
             for number in range(9)
         ],
         {f"dense{number}": "dense" for number in range(9)},
+        {},
     )["loss_by_bytes"]
     names = ", ".join(f"dense{number}" for number in range(7))
     assert caption(picture, ", ".join).endswith(f"7 ({names}).")
@@ -110,10 +112,10 @@ def test_shorter_runs_take_less_time_at_the_same_step(tmp_path: Path) -> None:
     short = [replace(row("dense_int4", seed, 5.1, seconds=1.5), steps=5) for seed in (1, 2)]
     fork = [replace(row("dense_bf16", seed, 4.9), seconds=2.0) for seed in (1, 2)]
     failed = [replace(row("dense_int4", 3, None), steps=1)]
-    groups = report_of(read_study(write_study(tmp_path)), [*whole, *fork, *short, *failed]).groups
-    seconds = {group.name: group.training_seconds for group in groups}
+    rows, study = [*whole, *fork, *short, *failed], read_study(write_study(tmp_path))
+    seconds = training_seconds(rows)
     assert seconds == {"dense": 10.0, "dense_bf16": 10.0, "dense_int4": 7.5}
-    pictures = pictures_of(groups, read_study(write_study(tmp_path)).baselines)
+    pictures = pictures_of(report_of(study, rows).groups, study.baselines, seconds)
     time = pictures["loss_by_time"]
     assert isinstance(time, ParetoPicture)
     assert [group.name for group in time.fronts()[0]] == ["dense_int4", "dense_bf16"]

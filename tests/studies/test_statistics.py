@@ -82,7 +82,7 @@ def test_each_baseline_has_a_front_of_its_own() -> None:
     ]
     rows = [row(name, 1, loss, sent=sent) for name, loss, sent in runs]
     baselines = {name: name.partition("_")[0] for name, _, _ in runs}
-    pictures = pictures_of(groups_of(rows, baselines), baselines)
+    pictures = pictures_of(groups_of(rows, baselines), baselines, {})
     picture = pictures["loss_by_bytes"]
     assert isinstance(picture, ParetoPicture)
     fronts = [[group.name for group in front] for front in picture.fronts()]

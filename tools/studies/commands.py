@@ -101,6 +101,18 @@ class Commands:
         """Return the file on which a score is computed."""
         return self._placed(score.file)
 
+    def check_losses(self) -> None:
+        """Raise `ConfigError` for a run that would end without a validation loss.
+
+        The times of a step can be measured without one, so that other tools do not ask this.
+        """
+        for run in self._study.runs:
+            evaluation = self.config(run).evaluation
+            if not (evaluation.eval_iters or evaluation.full_validation):
+                raise self._error(
+                    run, "eval-iters: 0; the run would have no loss; give more, or full-validation"
+                )
+
     def check_files(self) -> None:
         """Raise `ConfigError` if the file of a score is missing, or a file has another digest.
 
@@ -196,10 +208,6 @@ class Commands:
         for name in ("exit_interval", "exit_duration_in_mins", "skip_train"):
             if getattr(config.training, name, None):
                 raise self._error(run, f"{name}: the run would not make all of its steps")
-        if not (config.evaluation.eval_iters or config.evaluation.full_validation):
-            raise self._error(
-                run, "eval-iters: 0; the run would have no loss; give more, or full-validation"
-            )
         if self.fork_steps(run):
             for name in ("keep_last", "save_retain_interval"):
                 if getattr(config.checkpoint, name):

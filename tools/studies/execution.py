@@ -119,6 +119,7 @@ class Execution:
         self._study, self._work, self._jobs = study, work, jobs
         self._launcher, self._log = launcher, log
         self._commands = Commands(study, work / "runs", data)
+        self._commands.check_losses()
 
     @property
     def done(self) -> dict[str, StudyRow]:

@@ -25,6 +25,7 @@ from tools.studies.statistics import (
     difference,
     groups_of,
     scatter_of,
+    training_seconds,
 )
 
 HTML = "study.html"
@@ -86,7 +87,7 @@ def write_report(report: StudyReport, out: Path) -> list[Path]:
         "missing": report.missing,
     }
     write_page(out, text=as_markdown(report), values=values)
-    pictures = pictures_of(report.groups, report.study.baselines)
+    pictures = _pictures(report)
     write_html(out / HTML, as_html(report, pictures))
     files = [page, out / HTML]
     if can_draw():
@@ -221,10 +222,14 @@ def as_markdown(report: StudyReport) -> str:
         lines += ["", *table(PAIR_COLUMNS, pair_cells(report), texts=TEXTS)]
     lines += [""]
     if can_draw():
-        for name, picture in pictures_of(report.groups, report.study.baselines).items():
+        for name, picture in _pictures(report).items():
             text = caption(picture, _first)
             lines += [f"![{picture.title}]({name}.png)\n", *([f"{text}\n"] if text else [])]
     return "\n".join(lines)
+
+
+def _pictures(report: StudyReport) -> dict[str, ParetoPicture | GapPicture]:
+    return pictures_of(report.groups, report.study.baselines, training_seconds(report.rows))
 
 
 def caption(picture: ParetoPicture | GapPicture, listed: Callable[[Sequence[str]], str]) -> str:

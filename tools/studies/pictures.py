@@ -38,15 +38,6 @@ class Cost:
 BYTES = Cost(
     "bytes", "Payload of a step", "B", lambda group: group.payload, lacking="they send nothing"
 )
-TIME = Cost(
-    "time",
-    "Training time: steps x median step",
-    "s",
-    lambda group: group.training_seconds or 0.0,
-    lacking="their rows have no step time",
-    note="Time is the number of steps, with those of the run that a run continues, times its "
-    "median step. The runs may have shared the machine.",
-)
 MEMORY = Cost(
     "memory",
     "Peak memory of a rank",
@@ -54,7 +45,19 @@ MEMORY = Cost(
     lambda group: group.peak_memory or 0.0,
     lacking="their rows have no memory",
 )
-COSTS = (BYTES, TIME, MEMORY)
+
+
+def time_of(seconds: Mapping[str, float]) -> Cost:
+    """Return the training time as a cost, from the `seconds` of each group."""
+    return Cost(
+        "time",
+        "Training time: steps x median step",
+        "s",
+        lambda group: seconds.get(group.name, 0.0),
+        lacking="their rows have no step time",
+        note="Time is the number of steps, with those of the run that a run continues, times its "
+        "median step. The runs may have shared the machine.",
+    )
 
 
 @dataclass(frozen=True)
@@ -142,11 +145,14 @@ class GapPicture:
 
 
 def pictures_of(
-    groups: Sequence[SeedGroup], baselines: Mapping[str, str]
+    groups: Sequence[SeedGroup], baselines: Mapping[str, str], seconds: Mapping[str, float]
 ) -> dict[str, ParetoPicture | GapPicture]:
-    """Return the pictures by the name of their file; `baselines` are those of all groups."""
+    """Return the pictures by the name of their file.
+
+    `baselines` are those of all groups, and `seconds` the training times of those that have one.
+    """
     found: dict[str, ParetoPicture | GapPicture] = {}
-    for cost in COSTS:
+    for cost in (BYTES, time_of(seconds), MEMORY):
         rated = [group for group in groups if group.gap is not None]
         shown = [group for group in rated if cost.measure(group) > 0]
         left_out = [group.name for group in rated if cost.measure(group) <= 0]

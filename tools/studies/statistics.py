@@ -26,9 +26,7 @@ class SeedGroup:
     same seed. `error` is the standard error of the mean gap; with one seed it is that of one run by
     the scatter of all groups that have several (`error_is_own` False), None without any. `bytes`,
     `density`, `step_seconds`, `clipped` and `scores` are means over seeds, `peak_memory` the
-    largest; None if no row has them. `training_seconds` is the mean over runs that ended well of
-    all their steps times their median step: a run that continues another is compared with one that
-    made all steps itself, and a few slow steps do not count.
+    largest; None if no row has them.
     """
 
     name: str
@@ -40,7 +38,6 @@ class SeedGroup:
     bytes: float
     density: float | None
     step_seconds: float | None
-    training_seconds: float | None
     peak_memory: float | None
     clipped: float
     failed: int
@@ -114,6 +111,19 @@ def groups_of(rows: Sequence[StudyRow], baselines: Mapping[str, str]) -> list[Se
         for name, found in members.items()
         if found
     ]
+
+
+def training_seconds(rows: Iterable[StudyRow]) -> dict[str, float]:
+    """Return by group the mean over runs that ended well of their steps times their median step.
+
+    A run that continues another is thus compared with one that made all steps itself, and a few
+    slow steps do not count. Groups without a step time are left out.
+    """
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row.valid_loss is not None and row.step_seconds is not None:
+            found.setdefault(row.group, []).append(row.steps * row.step_seconds)
+    return {name: statistics.fmean(times) for name, times in found.items()}
 
 
 def losses_of(rows: Iterable[StudyRow]) -> dict[int, float]:
@@ -224,14 +234,6 @@ def _group(
         bytes=statistics.fmean(row.bytes for row in rows),
         density=_of_known(statistics.fmean, (row.density for row in rows)),
         step_seconds=_of_known(statistics.fmean, (row.step_seconds for row in rows)),
-        training_seconds=_of_known(
-            statistics.fmean,
-            (
-                row.steps * row.step_seconds
-                for row in rows
-                if row.valid_loss is not None and row.step_seconds is not None
-            ),
-        ),
         peak_memory=_of_known(max, (row.peak_memory for row in rows)),
         clipped=statistics.fmean(row.clipped for row in rows),
         failed=sum(row.valid_loss is None for row in rows),
