@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
     if options.jobs < 1:
         raise ConfigError(f"--jobs {options.jobs}: must be at least 1")
+    if options.against is not None and not options.report:
+        raise ConfigError("--against: compares reports; give --report")
     if sbatch and not options.slurm:
         raise ConfigError(f"{sbatch[0]}: no such flag; sbatch's flags need --slurm")
     study = read_study(options.study)
@@ -78,7 +80,7 @@ def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
             print(f"{run.name:40} {'done' if run.name in done else ''}".rstrip())
         return 0
     if options.report:
-        return _report(study, rows, options.out or work)
+        return _report(study, rows, options.out or work, options.against)
     if options.text_folder is not None:
         if study.vocabulary is None:
             raise ConfigError(f"--text-folder: {study.path} has no vocabulary to train on it")
@@ -140,10 +142,15 @@ def _collect(execution: Execution, results: Path, *, write: bool) -> list[StudyR
     return list(found.values())
 
 
-def _report(study: DeclaredStudy, rows: Sequence[StudyRow], out: Path) -> int:
+def _report(study: DeclaredStudy, rows: Sequence[StudyRow], out: Path, against: Path | None) -> int:
     if not rows:
         raise ConfigError(f"{study.path}: no run has a result yet; start without --report")
-    for path in write_report(report_of(study, rows), out):
+    if against is not None and not against.is_file():
+        raise ConfigError(f"--against {against}: no such file; name a file of rows of this study")
+    report = report_of(study, rows, against)
+    if against is not None and not report.repeated:
+        raise ConfigError(f"--against {against}: has no row of the same runs and settings")
+    for path in write_report(report, out):
         print(path)
     return 0
 
@@ -183,6 +190,7 @@ def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     add("--out", type=Path, help="folder of the report (default: WORK)")
     add("--only", nargs="+", metavar="RUN", help="make these runs alone")
     add("--jobs", type=int, default=1, help="processes at a time, or tasks of a Slurm array")
+    add("--against", type=Path, metavar="ROWS", help="--report: compare with rows made elsewhere")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--list", action="store_true", help="list the runs and mark finished ones")
     mode.add_argument("--report", action="store_true", help="write tables and pictures")

@@ -457,12 +457,24 @@ def test_only_a_start_that_makes_runs_writes_results(
     assert tool.main([*command, "--list"]) == 0
     assert capsys.readouterr().out.count("done") == len(NAMES)
     assert tool.main([*command, "--report", "--out", str(tmp_path / "page")]) == 0
+    compared = ["--report", "--out", str(tmp_path / "page"), "--against", str(results)]
+    for wrong, words in ((compared, "no such file"), (compared[-2:], "give --report")):
+        assert tool.main([*command, *wrong]) == 2
+        assert words in capsys.readouterr().err
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     assert tool.main([*command, "--only", NAMES[0]]) == 0
     assert not results.parent.exists()
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
     assert tool.main([*command, "--only", NAMES[0]]) == 0
     assert [row.name for row in read_rows(results)] == NAMES
+    assert tool.main([*command, *compared]) == 0
+    page = (tmp_path / "page" / "README.md").read_text(encoding="utf-8")
+    assert "The same runs in rows.jsonl" in page and "| +0.0000 |" in page
+    html = (tmp_path / "page" / "study.html").read_text(encoding="utf-8")
+    assert "Made again" in html and "differ at the level of 5 %" in html
+    results.write_text("", encoding="utf-8")
+    assert tool.main([*command, *compared]) == 2
+    assert "has no row of the same runs and settings" in capsys.readouterr().err
 
 
 def test_two_processes_that_add_rows_at_once_lose_none(

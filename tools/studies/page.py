@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from megatron.report.writing import write_page as write_html
 from tools.bench.common.page_files import MARK, PAGE, table, write_page
 from tools.studies.declaration import DeclaredStudy
 from tools.studies.pictures import BYTES, GapPicture, ParetoPicture, pictures_of
-from tools.studies.rows import StudyRow
+from tools.studies.reproduction import RepeatedGroup, repeated_groups
+from tools.studies.rows import StudyRow, read_rows
 from tools.studies.statistics import (
     Difference,
     SeedGroup,
@@ -41,6 +42,9 @@ class StudyReport:
     rows: Sequence[StudyRow]
     groups: Sequence[SeedGroup]
     pairs: Sequence[Difference]
+    repeated: Sequence[RepeatedGroup] = ()
+    against: str = ""
+    """Name of the file of rows with which `repeated` compares."""
 
     @property
     def reference(self) -> float:
@@ -56,8 +60,10 @@ class StudyReport:
         return [run.name for run in self.study.runs if run.name not in done]
 
 
-def report_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> StudyReport:
-    """Compare the groups of a study."""
+def report_of(
+    study: DeclaredStudy, rows: Sequence[StudyRow], against: Path | None = None
+) -> StudyReport:
+    """Compare the groups of a study, also with the rows of the same runs in `against`."""
     groups = groups_of(rows, study.baselines)
     by_name = {group.name: group for group in groups}
     scatter = scatter_of(g.gaps for g in groups if g.name != study.baselines[g.name])
@@ -67,7 +73,12 @@ def report_of(study: DeclaredStudy, rows: Sequence[StudyRow]) -> StudyReport:
         if first in by_name and second in by_name
     ]
     found = [pair for pair in pairs if pair is not None]
-    return StudyReport(study=study, rows=rows, groups=groups, pairs=found)
+    report = StudyReport(study=study, rows=rows, groups=groups, pairs=found)
+    if against is None:
+        return report
+    others = [row for row in read_rows(against) if row.group in study.baselines]
+    repeated = repeated_groups(rows, others, study.baselines)
+    return replace(report, repeated=repeated, against=against.name)
 
 
 def write_report(report: StudyReport, out: Path) -> list[Path]:
@@ -86,6 +97,8 @@ def write_report(report: StudyReport, out: Path) -> list[Path]:
         "pairs": [{**asdict(pair), "verdict": pair.verdict} for pair in report.pairs],
         "missing": report.missing,
     }
+    if report.repeated:
+        values["repeated"] = [{**asdict(each), "verdict": each.verdict} for each in report.repeated]
     write_page(out, text=as_markdown(report), values=values)
     pictures = _pictures(report)
     write_html(out / HTML, as_html(report, pictures))
@@ -164,8 +177,35 @@ def pair_cells(report: StudyReport) -> list[list[str]]:
 
 
 PAIR_COLUMNS = ("pair", "seeds", "difference", "error", "verdict")
+REPEATED_COLUMNS = ("run", "seeds", "gap", "gap there", "difference", "error", "verdict")
 TEXTS = ("run", "beaten by", "pair", "verdict")
 """Columns of words; all others are numbers."""
+
+
+def repeated_cells(report: StudyReport) -> list[list[str]]:
+    """Return the cells of the table of groups beside other rows."""
+    return [
+        [
+            each.name,
+            str(len(each.seeds)),
+            f"{each.gap:+.4f}",
+            f"{each.other:+.4f}",
+            f"{each.difference:+.4f}",
+            "" if each.error is None else f"{each.error:.4f}",
+            each.verdict,
+        ]
+        for each in report.repeated
+    ]
+
+
+def repeated_note(report: StudyReport) -> str:
+    """Return what the table of groups beside other rows shows."""
+    apart = sum(each.is_apart for each in report.repeated)
+    return (
+        f"The same runs in {report.against}, from another machine or an earlier time: gaps over "
+        "the seeds that both files have. Error: of their difference, by the scatter of gaps over "
+        f"seeds. {apart} of {len(report.repeated)} differ at the level of 5 %."
+    )
 
 
 def note(report: StudyReport) -> list[str]:
@@ -220,6 +260,9 @@ def as_markdown(report: StudyReport) -> str:
     lines += table(*group_table(report), texts=TEXTS)
     if report.pairs:
         lines += ["", *table(PAIR_COLUMNS, pair_cells(report), texts=TEXTS)]
+    if report.repeated:
+        lines += ["", repeated_note(report), ""]
+        lines += table(REPEATED_COLUMNS, repeated_cells(report), texts=TEXTS)
     lines += [""]
     if can_draw():
         for name, picture in _pictures(report).items():
@@ -249,6 +292,9 @@ def as_html(report: StudyReport, pictures: dict[str, ParetoPicture | GapPicture]
     head, lines = group_table(report)
     body += [table_card("Runs", lines, head=head)]
     body += [table_card("Pairs", pair_cells(report), head=PAIR_COLUMNS)]
+    if report.repeated:
+        body += [f'<p class="card">{escape(repeated_note(report))}</p>']
+        body += [table_card("Made again", repeated_cells(report), head=REPEATED_COLUMNS)]
     drawn = list(pictures.values())
     body += [chart_cards(drawn, captions=[caption(each, ", ".join) for each in drawn], wide=True)]
     return document(report.study.title, body, written=timestamp(time.time()))
