@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,7 +200,7 @@ def test_timers_are_seconds_per_step_in_trackers_and_files(tmp_path: Path) -> No
     scalars: list[dict[str, float]] = []
 
     class Scalars(_Recorder):
-        def steps(self, records: list[TimedRecord]) -> None:
+        def steps(self, records: Sequence[TimedRecord]) -> None:
             for _, step, count in records:
                 scalars.append(step_scalars(step, LoggingConfig(**flags), steps=count))
 
@@ -217,7 +218,7 @@ class _Broken:
     def __init__(self) -> None:
         self.calls = 0
 
-    def steps(self, records: list[TimedRecord]) -> None:
+    def steps(self, records: Sequence[TimedRecord]) -> None:
         self.calls += 1
         raise RuntimeError("tracker is down")
 
@@ -233,7 +234,7 @@ class _Broken:
 class _Recorder(_Broken):
     name = "Recorder"
 
-    def steps(self, records: list[TimedRecord]) -> None:
+    def steps(self, records: Sequence[TimedRecord]) -> None:
         self.calls += len(records)
 
     def evaluation(self, evaluation: Evaluation, **_: object) -> None:
@@ -338,9 +339,14 @@ def test_tensorboard_writes_its_curves(tmp_path: Path) -> None:
 def test_a_resumed_run_hides_the_points_that_it_makes_again_and_no_others(tmp_path: Path) -> None:
     folder, samples = tmp_path / "tb", tmp_path / "tb" / "samples"
 
-    def start(after: int, last: int, loss: float, **options: object) -> None:
-        begin = {"start_iteration": after, "start_samples": 8 * after}
-        metrics, _ = make_metrics(tmp_path, tensorboard_dir=str(folder), **begin, **options)
+    def start(after: int, last: int, loss: float, *, only_evaluates: bool = False) -> None:
+        metrics, _ = make_metrics(
+            tmp_path,
+            tensorboard_dir=str(folder),
+            start_iteration=after,
+            start_samples=8 * after,
+            only_evaluates=only_evaluates,
+        )
         for i in range(after + 1, last + 1):
             metrics.step(record(i, lm_loss=loss))
         metrics.evaluation(evaluated(max(after, last), "valid", loss))

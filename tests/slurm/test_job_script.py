@@ -163,8 +163,8 @@ def test_a_login_node_without_gpus_asks_for_the_ranks_of_a_node(tmp_path: Path) 
     shown = dry(tmp_path, NODES="2")
     assert "--ntasks-per-node=1" in headers(shown.stdout)
     assert asks in shown.stderr and "--gpus-per-node=RANKS_PER_NODE" in shown.stderr
-    for known in ({"RANKS_PER_NODE": "1"}, {"SITE": "vista"}, {"LAUNCHER": "srun"}):
-        assert asks not in dry(tmp_path, NODES="2", **known).stderr
+    for name, value in (("RANKS_PER_NODE", "1"), ("SITE", "vista"), ("LAUNCHER", "srun")):
+        assert asks not in dry(tmp_path, flags=(), **{"NODES": "2", name: value}).stderr
     assert asks not in dry(tmp_path, NODES="2", flags=("--device", "cpu")).stderr
 
 
