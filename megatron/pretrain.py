@@ -282,11 +282,7 @@ def run(
                 task, paths, config, runtime, groups, run_dir, metrics, origin, heartbeat, requests
             )
             if runtime.is_writer:
-                keep_config(config, run_dir)
-                # An evaluation computes no step again.
-                if not config.training.skip_train:
-                    with writing_to(run_dir):
-                        cut_metrics(run_dir, trainer.progress.iteration)
+                keep_records(config, run_dir, trainer.progress.iteration)
             trainer.peer_failure = failures.causes().known
             outcome = trainer.train()
             heartbeat.at("start")
@@ -312,6 +308,15 @@ def run(
     heartbeat.close()
     stop()
     return outcome.exit_code
+
+
+def keep_records(config: Config, run_dir: Path, iteration: int) -> None:
+    """Write the configuration, and move the metrics of steps after `iteration` out of the way."""
+    keep_config(config, run_dir)
+    # An evaluation computes no step again.
+    if not config.training.skip_train:
+        with writing_to(run_dir):
+            cut_metrics(run_dir, iteration)
 
 
 def finish_together(last: Callable[[], None], groups: ProcessGroups) -> None:

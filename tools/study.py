@@ -9,9 +9,8 @@ Each run is started by scripts/launch.sh in WORK/runs; a finished run leaves one
 SIGTERM makes running ones save and leave, and the same command goes on: it skips what has a row and
 resumes what was interrupted. A failed run is reported and does not stop the others; --only RUN
 makes it alone. Rows are collected in RESULTS, into which --list, --report and tasks of an array do
-not write. With --text-folder TEXT a tokenizer and data sets are
-made first. With --slurm, flags that this tool does not know are those of sbatch. docs/studies.md
-describes the file.
+not write. With --text-folder TEXT a tokenizer and data sets are made first. With --slurm, flags
+that this tool does not know are those of sbatch. docs/studies.md describes the file.
 
 Exit code 0; 1 if a run failed or is left; 2 for wrong usage or a wrong file, 3 if files cannot be
 read or written.

@@ -96,7 +96,7 @@ class Failures:
             if not error.shared:
                 time.sleep(SECONDS_TO_SPEAK)
                 if self.launch is not None and self.launch.local_rank == 0:
-                    # Rank 0 has no such error: it is one of this node, such as an absent file.
+                    # Rank 0 has not ended this process: this node alone may have the error.
                     print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
             return error.exit_code
         if isinstance(error, PeerError) and not error.shared and self.attempt:

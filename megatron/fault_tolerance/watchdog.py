@@ -131,19 +131,22 @@ class Watchdog(threading.Thread):
         if self._causes.world_size == 1:
             return
         while True:
-            if not self._is_late():
+            if not self._is_late(*self._phase_and_seconds()):
                 faulthandler.dump_traceback_later(self._limit + 2 * SLACK, exit=True)
             if self._ended.wait(TICK):
                 break
         faulthandler.cancel_dump_traceback_later()
 
-    def _is_late(self) -> bool:
-        """Return whether the main thread has been in its phase for too long."""
+    def _phase_and_seconds(self) -> tuple[str, float]:
+        """Return the phase of the main thread, and for how long it has run in this phase."""
         phase = self._heartbeat.phase
+        return phase, min(self._heartbeat.seconds(), time.monotonic() - self._continued)
+
+    def _is_late(self, phase: str, seconds: float) -> bool:
+        """Return whether the main thread may not be in this phase for so long."""
         if phase in _MAY_TAKE_LONG:
             return False
-        limit = LEAVING_SECONDS if phase == "leaving" else self._limit + SLACK
-        return min(self._heartbeat.seconds(), time.monotonic() - self._continued) > limit
+        return seconds > (LEAVING_SECONDS if phase == "leaving" else self._limit + SLACK)
 
     def _look_at_interrupts(self) -> None:
         with suppress(BlockingIOError):
@@ -154,14 +157,14 @@ class Watchdog(threading.Thread):
             os._exit(EXIT_INTERRUPTED)
 
     def _look_at_main_thread(self) -> None:
-        if not self._is_late():
+        phase, seconds = self._phase_and_seconds()
+        if not self._is_late(phase, seconds):
             return
-        if self._heartbeat.phase == "leaving":
+        if phase == "leaving":
             self._end()
         mine = self._mine(
-            f"hangs: in this phase for {self._heartbeat.seconds():.0f} s"
-            f"{self._heartbeat.last_call}, its stacks are on stderr; if that is how long it takes, "
-            "raise --distributed-timeout-minutes"
+            f"hangs: in this phase for {seconds:.0f} s{self._heartbeat.last_call}, its stacks are "
+            "on stderr; if that is how long it takes, raise --distributed-timeout-minutes"
         )
         self._causes.tell(self._causes.parted() or mine)
         self._end()

@@ -33,6 +33,7 @@ FREE = (
     "data.no_mmap_bin_files",
     "data.dataloader_type",
 )
+"""Settings of the task that a resumed run may change."""
 
 
 def gpt_identity(config: GPTConfig, vocabulary: Vocabulary) -> dict[str, Any]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron.parallel.groups import ProcessGroups
 
 FREE = ("model.hidden_dropout", "model.simulated_micro_batch_size")
+"""Settings of the task that a resumed run may change."""
 
 
 @dataclass(frozen=True)

@@ -226,13 +226,13 @@ from megatron.fault_tolerance.heartbeat import Heartbeat
 from megatron.fault_tolerance.root_cause import RootCause
 from megatron.status import Status
 
-watchdog.TICK, watchdog.SLACK = 0.1, 0.3
+watchdog.TICK, watchdog.SLACK = 0.1, 2.0
 run_dir, steps = Path(sys.argv[1]), int(sys.argv[2])
 heartbeat = Heartbeat()
 heartbeat.alive = lambda: time.sleep(60)
 signed = Status(state="failed")
 causes = RootCause(run_dir=run_dir, attempt="a", rank=0, world_size=2, signed=signed)
-watchdog.Watchdog(heartbeat, causes, limit=0.2).watch()
+watchdog.Watchdog(heartbeat, causes, limit=4.0).watch()
 for step in range(steps):
     heartbeat.at("forward", step)
     time.sleep(0.05)
@@ -243,11 +243,11 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("steps", "code"), [(60, 0), (0, 1)], ids=["trains", "hangs"])
+@pytest.mark.parametrize(("steps", "code"), [(200, 0), (0, 1)], ids=["trains", "hangs"])
 def test_a_stalled_disk_ends_only_a_rank_whose_main_thread_hangs(
     tmp_path: Path, steps: int, code: int
 ) -> None:
-    """The timer of faulthandler is what ends it, after at most 0.2 + 2 x 0.3 s."""
+    """The timer of faulthandler is what ends it, 4 + 2 x 2 s after it was set last."""
     command = [sys.executable, "-c", ON_A_STALLED_DISK, str(tmp_path), str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -16,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
+from megatron.status import Status, write_status
 from tests.studies.files import NAMES, row, write_study
 from tools import study as tool
 from tools.studies import execution as execution_module
 from tools.studies import rows as rows_module
 from tools.studies.array import arrays_of, script_of, site_flags
+from tools.studies.commands import Commands
 from tools.studies.declaration import DeclaredRun, read_study
 from tools.studies.execution import Execution, Launcher
 from tools.studies.rows import StudyRow, read_rows
@@ -30,8 +31,7 @@ class PretendedRuns(Launcher):
     """Writes what a run would, in place of starting it, and keeps the names of the starts.
 
     Runs in `failing` end with their exit code, those in `crashing` with an error that nothing
-    expects. Each takes `seconds`. The launcher stops after the run `stop_after`. With
-    `last`, runs leave after this step.
+    expects. The launcher stops after the run `stop_after`. With `last`, runs leave after this step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,6 @@ class PretendedRuns(Launcher):
         self.starts: list[str] = []
         self.failing: dict[str, int] = {}
         self.crashing: tuple[str, ...] = ()
-        self.seconds = 0.0
         self.stop_after = ""
         self.last = 0
         self._guard = threading.Lock()
@@ -64,7 +63,6 @@ class PretendedRuns(Launcher):
         value = dict(zip(flags, [*flags[1:], ""], strict=True)).get
         until = value("--exit-interval")
         self.starts.append(folder.name + (f" to {until}" if until else ""))
-        time.sleep(self.seconds)
         if folder.name in self.crashing:
             raise ValueError("no such\nsuffix")
         if code := self.failing.get(folder.name, 0):
@@ -337,20 +335,29 @@ def test_an_error_that_nothing_expects_ends_one_run_alone(tmp_path: Path) -> Non
     assert "dense_int4-seed1: ValueError: no such suffix" in lines
 
 
-def test_the_estimate_counts_what_running_runs_have_done(tmp_path: Path) -> None:
-    """Half of eight equal runs, four at a time, are ahead when the first ones end."""
+def test_the_estimate_counts_what_running_runs_have_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of eight equal runs, four at a time, are ahead when the first one ends."""
     text = write_study(tmp_path).read_text(encoding="utf-8")
     path = tmp_path / "study.yaml"
     alone = text.partition('  "dense_')[0].replace("[[dense_int4, dense_bf16]]", "[]")
     path.write_text(alone.replace("[1, 2]", "[1, 2, 3, 4, 5, 6, 7, 8]"), encoding="utf-8")
-    launcher, study, lines = PretendedRuns(path), read_study(path), list[str]()
-    launcher.seconds = 2.0
-    execution = Execution(
-        study, tmp_path / "work", data=tmp_path, jobs=4, launcher=launcher, log=lines.append
-    )
-    assert execution.run_all(study.runs, ()) == []
-    estimates = [found[1] for line in lines if (found := re.search(r"about (\d+)s left", line))]
-    assert len(estimates) >= 5 and 1 <= int(estimates[0]) <= 4, estimates
+    study, now = read_study(path), [100.0]
+    commands = Commands(study, tmp_path, tmp_path)
+    monkeypatch.setattr(execution_module.time, "monotonic", lambda: now[0])
+    progress = execution_module._Progress(commands, jobs=4, done=0, total=8)
+    for run in study.runs[:4]:
+        progress.began(run)
+    first, *rest = study.runs
+    told = []
+    # The other three are behind by a second, and so have a second left.
+    for run, seconds in ((first, 9.0), (study.runs[1], 1.0)):
+        now[0] += seconds
+        write_status(commands.folder(run), Status(state="done", iteration=commands.steps(run)))
+        progress.ended(run)
+        told.append(progress.after([other for other in rest if other is not run]))
+    assert told == ["1 of 8, about 9s left", "2 of 8, about 10s left"]
 
 
 def test_a_stop_leaves_the_rest_for_another_start(tmp_path: Path) -> None:

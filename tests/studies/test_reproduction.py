@@ -35,6 +35,9 @@ def test_gaps_are_compared_on_common_seeds_with_the_scatter_of_all() -> None:
     assert far.error == pytest.approx(scatter * math.sqrt(2))
     assert far.difference == pytest.approx(-0.1)
     assert far.is_apart and not near.is_apart
+    # Three degrees of freedom need 3.18 errors, ten and more 2.23.
+    closer = replace(far, other=far.gap - 3 * scatter * math.sqrt(2))
+    assert far.degrees == 3 and not closer.is_apart and replace(closer, degrees=10).is_apart
 
 
 def test_runs_of_other_settings_are_not_compared() -> None:

@@ -260,7 +260,7 @@ def test_an_entry_with_a_failed_seed_does_not_reach_the_target() -> None:
         (
             "samo-pruning: random",
             "samo-pruning: early-bird",
-            "samo_0.9.flags: samo-pruning early-bird begins at a step that the losses choose",
+            "samo_0.9.flags: samo-pruning early-bird prunes after a step that is not known",
         ),
         ("powersgd-rank: 4,", "powersgd-rank: 4, lr: 1.0e-2, weight-decay: 0,", ""),
     ],

@@ -241,7 +241,7 @@ def on_rank_misused(groups: ProcessGroups, line: str, run_dir: Path) -> str:
 
 
 def test_dsr_rewires_only_what_a_mask_file_prunes(ranks: Ranks, tmp_path: Path) -> None:
-    """What a file leaves whole must be named, since a rewired tensor may be whole for a while."""
+    """A tensor that the file leaves whole is named: a rewired one may be whole for a while."""
     (plain,) = ranks.run(1, train, f"{TINY} --train-iters 1", tmp_path / "dense")
     masks = {
         name: torch.arange(param.numel()).view(param.shape) % 5 == 0

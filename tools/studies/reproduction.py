@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.studies.rows import StudyRow
-from tools.studies.statistics import STUDENT, groups_of, scatter_of
+from tools.studies.statistics import degrees_of, groups_of, quantile, scatter_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class RepeatedGroup:
     `gap` is that of the study's rows, `other` that of the rows beside them. `error` is the standard
     error of the difference of both gaps, by the scatter of gaps over seeds: a run of the same seed
     on another processor adds numbers in another order, which changes its loss by less than another
-    seed does. None if no group has several seeds.
+    seed does. None if no group has several seeds. `degrees` are the degrees of freedom of the
+    scatter.
     """
 
     name: str
@@ -26,6 +27,7 @@ class RepeatedGroup:
     gap: float
     other: float
     error: float | None
+    degrees: int
 
     @property
     def difference(self) -> float:
@@ -35,7 +37,9 @@ class RepeatedGroup:
     @property
     def is_apart(self) -> bool:
         """Whether both gaps differ at the level of 5 %, by Student's t test."""
-        return self.error is not None and abs(self.difference) > STUDENT[-1] * self.error
+        if self.error is None:
+            return False
+        return abs(self.difference) > quantile(self.degrees) * self.error
 
     @property
     def verdict(self) -> str:
@@ -56,12 +60,13 @@ def repeated_groups(
     alike = [row for row in others if settings.get(row.name, row.settings) == row.settings]
     own = {group.name: group for group in groups_of(rows, baselines)}
     beside = {group.name: group for group in groups_of(alike, baselines)}
-    scatter = scatter_of(
+    samples = [
         group.gaps
         for groups in (own, beside)
         for name, group in groups.items()
         if name != baselines[name]
-    )
+    ]
+    scatter = scatter_of(samples)
     found = []
     for name, group in own.items():
         there = beside[name].gaps if name in beside else {}
@@ -75,6 +80,7 @@ def repeated_groups(
                 gap=statistics.fmean(group.gaps[seed] for seed in seeds),
                 other=statistics.fmean(there[seed] for seed in seeds),
                 error=None if scatter is None else scatter * math.sqrt(2 / len(seeds)),
+                degrees=degrees_of(samples),
             )
         )
     return found

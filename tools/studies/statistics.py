@@ -135,6 +135,16 @@ def losses_of(rows: Iterable[StudyRow]) -> dict[int, float]:
     }
 
 
+def degrees_of(samples: Iterable[Mapping[int, float]]) -> int:
+    """Return the degrees of freedom of `scatter_of`."""
+    return sum(len(sample) - 1 for sample in samples if sample)
+
+
+def quantile(degrees: int) -> float:
+    """Return the quantile of `STUDENT` for at least one degree of freedom."""
+    return STUDENT[min(degrees, len(STUDENT)) - 1]
+
+
 def scatter_of(samples: Iterable[Mapping[int, float]]) -> float | None:
     """Return the standard deviation over seeds, pooled over samples of several seeds."""
     several = [list(sample.values()) for sample in samples if len(sample) > 1]
@@ -151,7 +161,7 @@ def is_beyond(mean: float, error: float, *, seeds: int) -> bool:
     """
     if seeds < 2:
         return False
-    return abs(mean) > STUDENT[min(seeds - 2, len(STUDENT) - 1)] * error
+    return abs(mean) > quantile(seeds - 1) * error
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from tools.studies.declaration import DeclaredRun, DeclaredStudy
 INTERVALS = ("_interval", "local_steps")
 """Ends of the settings of paths whose steps differ in cost, and repeat after so many."""
 UNUSED = {"samo_early_bird_interval"}
-"""A setting with such an end that nothing reads in an entry; see `check_entries`."""
+"""Settings with such an end that nothing reads in an entry; see `check_entries`."""
 START = "_start_iter"
 """End of the settings that delay a path."""
 
@@ -38,8 +38,8 @@ def check_entries(study: DeclaredStudy, commands: Commands) -> None:
             )
         if settings.get("samo_pruning") == "early-bird":
             raise ConfigError(
-                f"{where}.flags: samo-pruning early-bird begins at a step that the losses choose, "
-                "so that a run's time cannot be told; give a mask file"
+                f"{where}.flags: samo-pruning early-bird prunes after a step that is not known "
+                "beforehand, so that the time of a run cannot be told; give a mask file"
             )
 
 
