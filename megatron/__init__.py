@@ -16,8 +16,7 @@
     `training`, `run_dir`, `metrics`, `report`, `profiling`; `preflight`: checks before a start;
     `memory_estimate`: bytes that a rank will hold
 6   `tasks`: a model with its data; `pretrain`: builds a run, starts it, ends it
-    `low_memory.{planned_memory,dry_run,ledger,ledger_report}`: the memory of a step in three ways;
-    `low_memory.paper_accounting`: the memory of a step by a report's rules
+    `low_memory.{planned_memory,dry_run,ledger}`: the memory of a step in three ways
 7   `pretrain_gpt.py`, which names the concrete gradient paths, `pretrain_vision.py`,
     `pretrain_translation.py` and `tools/`
 ==  ==========================================================================================

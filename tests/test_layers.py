@@ -18,13 +18,14 @@ LAYERS = (
     ("training", "fault_tolerance", "checkpoint.checkpointer", "checkpoint.compatibility")
     + ("run_dir", "metrics", "report", "profiling", "memory_estimate", "preflight"),
     ("pretrain", "tasks", "low_memory.planned_memory", "low_memory.dry_run")
-    + ("low_memory.recomputed_flops", "low_memory.memory_budget")
-    + ("low_memory.ledger", "low_memory.ledger_report", "low_memory.paper_accounting"),
+    + ("low_memory.recomputed_flops", "low_memory.memory_budget", "low_memory.ledger"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 ENTRIES = tuple(path.stem for path in sorted(REPO.glob("pretrain_*.py")))
 """The scripts that train a task, which may name everything."""
 OURS = ("megatron", "radius", "samo", "tools", *ENTRIES)
+FOLDERS = ("megatron", "radius", "samo", "tools/planner")
+"""Folders whose modules are checked; of `tools`, only those that load no torch."""
 FOR_EXTENSIONS = (
     "megatron.config",
     "megatron.data_parallel",
@@ -58,7 +59,6 @@ WITHOUT_TORCH = (
     "megatron.low_memory.checkpoint_interval",
     "megatron.low_memory.memory_budget",
     "megatron.low_memory.operation_graph",
-    "megatron.low_memory.paper_accounting",
     "megatron.low_memory.planned_memory",
     "megatron.low_memory.recomputed_flops",
     "megatron.low_memory.strategies",
@@ -76,6 +76,7 @@ WITHOUT_TORCH = (
     "megatron.checkpoint.writer",
     "samo.schedule",
     "samo.memory",
+    "tools.planner",
     "megatron.pretrain",
     "megatron.tasks",
     *ENTRIES,
@@ -85,7 +86,7 @@ WITHOUT_NUMPY = ("megatron.errors", "megatron.config", "megatron.parallel.dims")
 
 def _modules() -> dict[str, Path]:
     files = [REPO / f"{name}.py" for name in ENTRIES]
-    files += [file for top in ("megatron", "radius", "samo") for file in (REPO / top).rglob("*.py")]
+    files += [file for folder in FOLDERS for file in (REPO / folder).rglob("*.py")]
     names = {file: file.relative_to(REPO).with_suffix("").parts for file in files if file.is_file()}
     return {".".join(n[:-1] if n[-1] == "__init__" else n): file for file, n in names.items()}
 
@@ -141,7 +142,7 @@ def _upward(module: str) -> Iterator[str]:
     """Describe the imports of a module that do not go downward."""
     top = module.split(".")[0]
     for name in _imports(module):
-        if name.split(".")[0] not in OURS or top in ENTRIES or name == "megatron":
+        if name.split(".")[0] not in OURS or top in ("tools", *ENTRIES) or name == "megatron":
             continue
         if top == "megatron":
             if not name.startswith("megatron."):

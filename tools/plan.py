@@ -38,11 +38,11 @@ from megatron.data_parallel.bucket_plan import bucket_elements  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.low_memory.memory_budget import BudgetSearch  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
-from samo.memory import comparison, equations  # noqa: E402
 from tools.planner.budget import draw_front, front_data, front_lines  # noqa: E402
 from tools.planner.fit import Search, Way  # noqa: E402
 from tools.planner.plan import Plan  # noqa: E402
 from tools.planner.report import as_data, lines_of, stages_lines, ways_lines  # noqa: E402
+from tools.planner.samo_equations import comparison, equations  # noqa: E402
 from tools.planner.scale import WORLDS, rows  # noqa: E402
 from tools.planner.scale import as_data as scale_data  # noqa: E402
 from tools.planner.scale import lines_of as scale_lines  # noqa: E402

@@ -33,7 +33,16 @@ from megatron.config import Config, GPTConfig, parse, resolve  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.low_memory.memory_budget import within_budget  # noqa: E402
 from megatron.low_memory.operation_graph import Graph, gpt_graph, wide_resnet_graph  # noqa: E402
-from megatron.low_memory.paper_accounting import (  # noqa: E402
+from megatron.low_memory.strategies import Strategy, StrategyName  # noqa: E402
+from megatron.memory_estimate import RankGrid  # noqa: E402
+from megatron.parallel.dims import ParallelDims  # noqa: E402
+from megatron.tasks.translation_config import TranslationConfig  # noqa: E402
+from megatron.tasks.vision_config import VisionConfig  # noqa: E402
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS  # noqa: E402
+from pretrain_translation import TRANSLATION_TASK  # noqa: E402
+from pretrain_vision import VISION_TASK  # noqa: E402
+from tools.plan import vocabulary_of  # noqa: E402
+from tools.planner.paper_accounting import (  # noqa: E402
     DICTIONARIES,
     KINDS,
     MB,
@@ -45,15 +54,6 @@ from megatron.low_memory.paper_accounting import (  # noqa: E402
     gpt_network,
     wide_resnet_network,
 )
-from megatron.low_memory.strategies import Strategy, StrategyName  # noqa: E402
-from megatron.memory_estimate import RankGrid  # noqa: E402
-from megatron.parallel.dims import ParallelDims  # noqa: E402
-from megatron.tasks.translation_config import TranslationConfig  # noqa: E402
-from megatron.tasks.vision_config import VisionConfig  # noqa: E402
-from pretrain_gpt import GPT_TASK, GRADIENT_PATHS  # noqa: E402
-from pretrain_translation import TRANSLATION_TASK  # noqa: E402
-from pretrain_vision import VISION_TASK  # noqa: E402
-from tools.plan import vocabulary_of  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.low_memory.dry_run import Profiled
@@ -121,7 +121,7 @@ def _within_budget(config: Config, world: int) -> Config:
 def _actual(config: Config, world: int, options: argparse.Namespace) -> Profile:
     """Print the ledger of a rank, and return its totals and its picture."""
     from megatron.low_memory.ledger import COLUMNS, memory_ledger
-    from megatron.low_memory.ledger_report import MOST_POINTS, draw_ledger, ledger_lines, thin
+    from tools.planner.ledger_report import MOST_POINTS, draw_ledger, ledger_lines, thin
 
     print(_note(config), end="")
     opened, vocabulary = _open(config)
@@ -203,7 +203,7 @@ def _paper(config: Config, world: int, options: argparse.Namespace) -> Profile:
     }
 
     def draw(file: Path) -> None:
-        from megatron.low_memory.ledger_report import draw_course
+        from tools.planner.ledger_report import draw_course
 
         draw_course(file, title, {kind: float(getattr(each, kind)) for kind in KINDS}, course)
 

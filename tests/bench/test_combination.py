@@ -11,7 +11,6 @@ import pytest
 
 from megatron.config import parse, resolve, to_yaml
 from megatron.errors import ConfigError
-from megatron.low_memory.paper_accounting import DICTIONARIES, MB, TABLE_3, TABLE_4
 from megatron.optimizer.build import learning_rate
 from megatron.run_dir import CONFIG
 from megatron.status import Status, write_status
@@ -37,6 +36,7 @@ from tools.bench.combination.settings import (
 from tools.bench.combination.training import STEPS, TrainedRun, baselines, runs, train, trained
 from tools.bench.common.page_files import MARK, PAGE, RESULTS, read_results
 from tools.bench.common.rows import read_rows
+from tools.planner.paper_accounting import DICTIONARIES, MB, TABLE_3, TABLE_4
 from tools.profile_memory import counted_network
 
 FOLDER = tool.FOLDER

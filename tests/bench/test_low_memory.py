@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.low_memory.paper_accounting import TABLE_3
 from tools.bench.common.page_files import FIGURE, MARK, PAGE, read_results
 from tools.bench.low_memory import run, update_cost
+from tools.planner.paper_accounting import TABLE_3
 
 FOLDER = Path(run.__file__).parent
 

@@ -18,11 +18,9 @@ from megatron.config import parse, resolve
 from megatron.data.vocabulary import Vocabulary
 from megatron.errors import ConfigError
 from megatron.low_memory import ledger as ledger_module
-from megatron.low_memory import ledger_report
 from megatron.low_memory.dry_run import DryTranslation
 from megatron.low_memory.ledger import COLUMNS, ColumnName, MemoryLedger, memory_ledger
-from megatron.low_memory.ledger_report import draw_ledger, ledger_lines, thin
-from megatron.low_memory.memory_recorder import MemorySample, layer_of
+from megatron.low_memory.memory_recorder import layer_of
 from megatron.low_memory.operation_graph import wide_resnet_graph
 from megatron.low_memory.planned_memory import MemoryColumn
 from megatron.low_memory.strategies import stored_entries
@@ -32,6 +30,8 @@ from megatron.tensor_parallel.products import must_widen
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from pretrain_translation import TRANSLATION_TASK
 from pretrain_vision import VISION_TASK
+from tools.planner import ledger_report
+from tools.planner.ledger_report import draw_ledger, ledger_lines
 
 REPO = Path(__file__).resolve().parents[2]
 VOCABULARY = 101
@@ -357,14 +357,6 @@ def test_a_system_that_does_not_tell_memory_is_not_measured(
     assert ledger.process_peak is None
 
 
-def test_a_ledger_without_columns_is_not_drawn(tmp_path: Path) -> None:
-    empty = MemoryLedger(
-        summary="", rank=0, world=1, columns={}, missing={"planned": "why"}, samples=(), flops=None
-    )
-    with pytest.raises(ConfigError, match=r"memory\.png: no column .* planned: why"):
-        draw_ledger(tmp_path / "memory.png", empty)
-
-
 def test_a_pie_takes_what_is_stored_where_no_peak_is_known() -> None:
     column = MemoryColumn(model=1, optimizer=2, stored=3, total=10)
     assert column.kinds == {"model": 1, "optimizer": 2, "activations": 3}
@@ -404,20 +396,3 @@ def test_layers_are_told_by_their_numbers() -> None:
     }
     for module, layer in names.items():
         assert layer_of(chunk, module) == layer
-
-
-def test_a_thinned_course_keeps_its_peak() -> None:
-    first = MemorySample(
-        operator="mm",
-        module="",
-        phase="forward",
-        model=1,
-        optimizer=0,
-        forward=0,
-        backward=0,
-        other=0,
-    )
-    samples = [replace(first, forward=number % 97) for number in range(1000)]
-    few = thin(samples, 100)
-    assert len(few) == 100
-    assert max(sample.total for sample in few) == max(sample.total for sample in samples) == 97

@@ -7,8 +7,9 @@ from fractions import Fraction
 
 import pytest
 
-from samo.memory import default_bytes, paper_bytes
+from samo.memory import paper_bytes
 from tools.planner.replay.image_networks import NAMES, network
+from tools.planner.samo_equations import default_bytes
 
 NINE_TENTHS = Fraction(9, 10)
 

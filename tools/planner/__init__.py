@@ -8,6 +8,10 @@
                  report: the figures as text
     simulation   a step event by event; course: its operations; drawing: the step as a picture
     replay       the runs of the papers, simulated
+    samo_equations, paper_accounting
+                 memory by the equations of the SAMO paper, and by the rules of Sohoni et al. 2019
+    ledger_report
+                 the memory ledger of a step (`megatron.low_memory.ledger`) as text and as pictures
 
-`tools/plan.py` and `tools/simulate.py` are the commands.
+`tools/plan.py`, `tools/simulate.py` and `tools/profile_memory.py` are the commands.
 """

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.low_memory.paper_accounting import MB, TABLE_3
 from megatron.low_memory.planned_memory import MemoryColumn
 from megatron.report.charts import PALETTE
 from tools.bench.combination.memory import MemoryBytes
@@ -19,6 +18,7 @@ from tools.bench.combination.settings import (
     printed,
 )
 from tools.bench.common.figures import plain_axes, save
+from tools.planner.paper_accounting import MB, TABLE_3
 
 TICKS = (1, 2, 5, 10, 20, 50)
 """MB at which the logarithmic axes have ticks."""

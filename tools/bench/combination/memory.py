@@ -6,12 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.config import GPTConfig
-from megatron.low_memory.paper_accounting import (
-    DICTIONARIES,
-    MB,
-    TABLE_4_ACTIVATIONS_MB,
-    account,
-)
 from megatron.low_memory.planned_memory import (
     MemoryColumn,
     planned_gpt,
@@ -24,6 +18,12 @@ from megatron.tasks.vision_config import VisionConfig
 from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.combination.settings import MODELS, MemorySetting
 from tools.plan import vocabulary_of
+from tools.planner.paper_accounting import (
+    DICTIONARIES,
+    MB,
+    TABLE_4_ACTIVATIONS_MB,
+    account,
+)
 from tools.profile_memory import counted_network
 
 FITTED_AT = 250

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.low_memory.paper_accounting import MB, NONE, TABLE_3, TABLE_4, PaperRow
 from megatron.low_memory.planned_memory import MemoryColumn
 from tools.bench.combination.figure import draw
 from tools.bench.combination.memory import (
@@ -40,6 +39,7 @@ from tools.bench.combination.training import (
 )
 from tools.bench.common.page_files import FIGURE, table, write_page
 from tools.bench.common.rows import Row
+from tools.planner.paper_accounting import MB, NONE, TABLE_3, TABLE_4, PaperRow
 from tools.studies.statistics import standard_error
 
 paper_of = cache(paper_memory)

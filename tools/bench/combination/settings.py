@@ -16,11 +16,11 @@ from typing import Any, Literal
 import yaml
 
 from megatron.config import Config, parse, resolve
-from megatron.low_memory.paper_accounting import NONE, STAR_2, TABLE_3, TABLE_4, Bits, PaperRow
 from megatron.low_memory.strategies import Strategy
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from pretrain_translation import TRANSLATION_TASK
 from pretrain_vision import VISION_TASK
+from tools.planner.paper_accounting import NONE, STAR_2, TABLE_3, TABLE_4, Bits, PaperRow
 
 REPO = Path(__file__).resolve().parents[3]
 ModelName = Literal["wrn", "dc", "gpt", "small"]

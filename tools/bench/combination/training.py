@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
-from megatron.low_memory.paper_accounting import NONE, STAR_2, Bits
 from megatron.report import read_run
 from samo.schedule import FRACTION
 from tools.bench.combination.memory import nearest
 from tools.bench.combination.settings import BATCH, MODELS, WRN, MemorySetting, smaller
 from tools.bench.common.rows import Row, append_row, read_rows
 from tools.bench.common.training_runs import Runner, is_finished
+from tools.planner.paper_accounting import NONE, STAR_2, Bits
 
 SEEDS = (1, 2, 3)
 STEPS = 80

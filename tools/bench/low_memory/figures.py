@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.low_memory.paper_accounting import (
+from megatron.low_memory.strategies import Strategy
+from megatron.report.charts import PALETTE
+from tools.bench.common.figures import plain_axes, save
+from tools.planner.paper_accounting import (
     KINDS,
     MB,
     TABLE_3,
@@ -15,9 +18,6 @@ from megatron.low_memory.paper_accounting import (
     dynamic_conv_network,
     wide_resnet_account,
 )
-from megatron.low_memory.strategies import Strategy
-from megatron.report.charts import PALETTE
-from tools.bench.common.figures import plain_axes, save
 
 LETTERS = {
     "A": Strategy("none"),

@@ -17,7 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.low_memory.operation_graph import wide_resnet_graph
-from megatron.low_memory.paper_accounting import (
+from megatron.low_memory.strategies import Strategy, stored_entries
+from tools.bench.common.page_files import write_page
+from tools.bench.gradient_path.targets import SpeedTarget, at_most
+from tools.bench.low_memory.figures import draw
+from tools.planner.paper_accounting import (
     MB,
     NONE,
     STAR_2,
@@ -35,10 +39,6 @@ from megatron.low_memory.paper_accounting import (
     wide_resnet_account,
     wide_resnet_network,
 )
-from megatron.low_memory.strategies import Strategy, stored_entries
-from tools.bench.common.page_files import write_page
-from tools.bench.gradient_path.targets import SpeedTarget, at_most
-from tools.bench.low_memory.figures import draw
 
 WITHIN_MB = 0.07
 """MB that a total of table 3 may be off: 0.05 by its rounding, the rest by its cached quantities.

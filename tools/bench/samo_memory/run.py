@@ -31,9 +31,7 @@ from samo.memory import (
     ADAM,
     MASTER_BYTES,
     MOMENT_BYTES,
-    MOMENTUM_SGD,
     POSITION_BYTES,
-    default_bytes,
     formula,
     paper_bytes,
 )
@@ -48,6 +46,7 @@ from tools.bench.gradient_path.cost_rank import SMALL_GPT2
 from tools.bench.gradient_path.targets import SpeedTarget, at_most
 from tools.bench.samo_memory.model_state import KINDS, ModelState, count, watch_gradients
 from tools.planner.replay.image_networks import NAMES, network
+from tools.planner.samo_equations import MOMENTUM_SGD, default_bytes
 
 SPARSITIES = ("0", "0.25", "0.5", "0.8", "0.9", "0.95")
 GRADIENTS = {2: ("--grad-reduce-in-bf16",), 4: ()}

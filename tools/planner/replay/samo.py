@@ -15,11 +15,11 @@ from math import exp, log
 from megatron.config import ModelConfig
 from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buckets
 from megatron.model.flops import parameter_count, recomputing_flops_per_token
-from samo.memory import PAPER_SIZES
 from tools.planner.course import Setting
 from tools.planner.replay.axonn import PEAK, SUMMIT, told
 from tools.planner.replay.machines import GPT2_VOCABULARY, Machine, single
 from tools.planner.replay.rows import FITTED, PREDICTED, ReplayRow, ReplayTable
+from tools.planner.samo_equations import PAPER_SIZES
 from tools.planner.seconds import PassSeconds, pass_seconds
 from tools.planner.simulation import SimulatedPhases
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, missing_extra
-from megatron.low_memory.ledger import MemoryLedger
-from megatron.low_memory.memory_recorder import MemorySample
 from megatron.low_memory.planned_memory import MemoryColumn
 from megatron.low_memory.strategies import ActivationCourse
 from megatron.report.charts import PALETTE
+
+if TYPE_CHECKING:
+    from megatron.low_memory.ledger import MemoryLedger
+    from megatron.low_memory.memory_recorder import MemorySample
 
 KINDS = ("model", "optimizer", "forward", "backward", "other")
 MB = 1e6

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from megatron.low_memory.paper_accounting import (
+from megatron.low_memory.strategies import Strategy
+from tools.planner.paper_accounting import (
     MB,
     TABLE_3,
     TABLE_4,
@@ -22,7 +23,6 @@ from megatron.low_memory.paper_accounting import (
     wide_resnet_account,
     wide_resnet_network,
 )
-from megatron.low_memory.strategies import Strategy
 
 
 @pytest.mark.parametrize("row", TABLE_3, ids=lambda row: f"{row.printed_mb} MB")
