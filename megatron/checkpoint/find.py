@@ -113,6 +113,7 @@ def find_checkpoint(
     step: int | None = None,
     repair: bool = False,
     verify: Verify | None = None,
+    literal: bool = False,
     files: Files = FILES,
 ) -> Path | None:
     """Return the step folder to load: the newest that verifies, or the folder of `step`.
@@ -127,6 +128,7 @@ def find_checkpoint(
         repair: Rename damaged folders to `.damaged-N` once a good one is found, and correct
             `latest`; on one rank only.
         verify: Verifies one step folder; None: `verify_folder`.
+        literal: Search `directory` itself, even if it has a folder `checkpoints`.
         files: The system calls.
 
     Returns:
@@ -141,7 +143,7 @@ def find_checkpoint(
     with failing_as(path, "read"):
         if (path / MANIFEST_NAME).exists() or path.is_file():
             return _check_one(path, step, verify)
-        path = checkpoints_folder(path)
+        path = path if literal else checkpoints_folder(path)
         if not path.is_dir() and step is None:
             return None
         if path.is_dir() and (danger := open_to_all(path)):
@@ -363,8 +365,9 @@ def locate_checkpoint(
 
     Raises:
         CheckpointError: Committed folders exist and none verifies; `--load` names another folder in
-            which nothing was ever committed; `--ckpt-step` names a step of this run's own folder
-            that is not its newest, since two histories would then share the later steps.
+            which nothing was ever committed; `--save` names a run folder whose own checkpoints the
+            run would not continue; `--ckpt-step` names a step of this run's own folder that is not
+            its newest, since two histories would then share the later steps.
     """
     # The folder of --ckpt-step is also the newest one, if it is of this run.
     verify = cache(partial(verify_folder, hashes=False) if look else verify)
@@ -385,11 +388,15 @@ def locate_checkpoint(
             step=own_step,
             repair=own_step is None and not look,
             verify=verify,
+            # A run reads where it saves: steps of an earlier run in `--save`/checkpoints, found at
+            # every start, would hide those that this run has saved.
+            literal=True,
         )
     if own is not None:
         _refuse_to_branch(own, own_place, own_step, verify)
         return CheckpointSource(own, own=True)
     if asked.load is None:
+        _refuse_to_ignore(own_place)
         return None
     other = None
     if elsewhere:
@@ -405,8 +412,20 @@ def locate_checkpoint(
 def _refuse_to_branch(found: Path, directory: Path, step: int | None, verify: Verify) -> None:
     if step is None:
         return
-    if find_checkpoint(directory, log=lambda text: None, verify=verify) != found:
+    newest = find_checkpoint(directory, log=lambda text: None, verify=verify, literal=True)
+    if newest != found:
         raise CheckpointError(
             f"ckpt_step: {step} is not the newest of {directory}; to go another way from there, "
             f"give --load {directory} --ckpt-step {step} and a new --run-dir"
+        )
+
+
+def _refuse_to_ignore(directory: Path) -> None:
+    """Raise `CheckpointError` for a folder to save to that is a run folder with checkpoints."""
+    inner = checkpoints_folder(directory)
+    if inner != directory and list_steps(inner).committed:
+        raise CheckpointError(
+            f"{inner}: has checkpoints, and --save {directory} would begin at step 0 beside them; "
+            f"give --save {inner} to continue that run, or --load {directory} to begin with its "
+            "newest"
         )

@@ -12,10 +12,12 @@ import pytest
 import torch
 from checkpoint_helpers import FailingFiles, QuickFiles, rewrite_manifest, tree
 
-from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.find import CheckpointSource, find_checkpoint, locate_checkpoint
 from megatron.checkpoint.format import NewerFormat
 from megatron.checkpoint.store import Checkpoint, save_checkpoint
+from megatron.config import Config, parse, resolve
 from megatron.errors import CheckpointError
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 
 
 @pytest.fixture
@@ -209,3 +211,28 @@ def test_pickles_and_foreign_folders_are_named_and_not_opened(tmp_path: Path) ->
             with pytest.raises(CheckpointError, match=f"{name}: is {kind}, not a checkpoint"):
                 act(tmp_path / name)
     assert not canary.exists()
+
+
+def config_of(flags: str) -> Config:
+    needed = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data "
+    needed += "--vocab-size 96 --micro-batch-size 1 --global-batch-size 1 --train-iters 90 --lr 1 "
+    return resolve(parse((needed + flags).split(), paths=GRADIENT_PATHS, task=GPT_TASK.config), 1)
+
+
+def test_a_run_that_saves_into_another_run_folder_finds_its_own_steps(
+    run: Path, tmp_path: Path
+) -> None:
+    config = config_of(f"--load {run} --save {run}")
+    other = tmp_path / "other"
+    first = locate_checkpoint(config, other, log=print)
+    assert first == CheckpointSource(run / "checkpoints" / "step_00000030", own=False)
+    save_checkpoint(run, step=40, tensors={"t": torch.zeros(4)}, state={}, files=QuickFiles())
+    again = locate_checkpoint(config, other, log=print)
+    assert again == CheckpointSource(run / "step_00000040", own=True)
+
+
+def test_a_folder_to_save_to_with_checkpoints_in_it_is_not_ignored(run: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"would begin at step 0 beside them"):
+        locate_checkpoint(config_of(f"--save {run}"), run, log=print)
+    found = locate_checkpoint(config_of(f"--save {run / 'checkpoints'}"), run, log=print)
+    assert found == CheckpointSource(run / "checkpoints" / "step_00000030", own=True)
