@@ -12,14 +12,13 @@ import dataclasses
 import faulthandler
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -79,8 +78,6 @@ if TYPE_CHECKING:
 Paths = Mapping[str, GradientPath]
 """Gradient paths by the value of `--grad-path`."""
 
-ASKING_SECONDS = 1.0
-"""Seconds between two questions whether all ranks have finished; below every timeout."""
 PRINTING = frozenset({"-h", "--help", "--help-compat", "--dry-run"})
 """Flags of a start that prints and trains nothing."""
 USAGE = """\
@@ -113,13 +110,27 @@ def begin() -> Sequence[str]:
     """Prepare the process of an entry script and return the command line without its name.
 
     A crash of native code prints a traceback. A process that only prints ends with its reader, as
-    in `pretrain_gpt.py --help | head`.
+    in `pretrain_gpt.py --help | head`. The limit of open files is raised as far as it may be.
     """
     faulthandler.enable()
+    _raise_open_files()
     argv = sys.argv[1:]
     if PRINTING.intersection(argv):
         end_with_reader()
     return argv
+
+
+def _raise_open_files() -> None:
+    """Raise the number of files that this process may have open to the most that it may ask for.
+
+    A blend maps 11 files for each of its prefixes, and each rank of a large world is a connection,
+    while the usual limit, for programs that call `select`, is 1024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # A system that refuses leaves a limit with which most runs do well.
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def leave(code: int) -> NoReturn:
@@ -299,7 +310,7 @@ def run(
                     write_pictures(run_dir, metrics)
                 metrics.close()
 
-            finish_together(close_metrics, groups)
+            groups.outlast(close_metrics)
             trainer.pipeline.transport.close()
         except BaseException as error:
             # Report before anything is closed, since closing may take long.
@@ -317,35 +328,6 @@ def keep_records(config: Config, run_dir: Path, iteration: int) -> None:
     if not config.training.skip_train:
         with writing_to(run_dir):
             cut_metrics(run_dir, iteration)
-
-
-def finish_together(last: Callable[[], None], groups: ProcessGroups) -> None:
-    """Call `last` on each rank, and return on all ranks once it has returned on all of them.
-
-    `last` may take longer than the timeout of a collective, as closing a tracker does on a slow
-    network: the ranks ask each other every `ASKING_SECONDS` whether all have finished. Raises what
-    `last` raises on this rank.
-    """
-    import torch
-
-    work: Future[None] = Future()
-
-    def call() -> None:
-        try:
-            last()
-        except BaseException as error:
-            work.set_exception(error)
-        else:
-            work.set_result(None)
-
-    # Not a pool, which would wait for its thread even after the loss of a rank.
-    threading.Thread(target=call, name="finish", daemon=True).start()
-    is_busy = True
-    while is_busy:
-        wait([work], timeout=ASKING_SECONDS)
-        busy = torch.tensor(int(not work.done()))
-        is_busy = bool(groups.max_over_world(busy, about="finish").item())
-    work.result()
 
 
 def open_run(

@@ -7,7 +7,9 @@ never initialises torch.distributed.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -23,6 +25,8 @@ from megatron.parallel.traffic import Calls, Messages, Traffic, Waitable, last_p
 T = TypeVar("T")
 EXCHANGE_TAG = (1 << 31) - 1
 """Tag of the messages between all ranks of a group: the largest, which no pipeline reaches."""
+ASKING_SECONDS = 1.0
+"""Seconds between two questions whether all ranks have finished; below every timeout."""
 # torch 2.13 renamed these functions and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -357,6 +361,30 @@ class ProcessGroups:
         for group in (self.dp, self.tp, self.pp):
             group.all_reduce(value, dist.ReduceOp.MAX, about=about)
         return value
+
+    def outlast(self, work: Callable[[], T]) -> T:
+        """Run `work` on each rank, and return its result once all ranks have finished.
+
+        `work` may take longer than the timeout of a collective, as indexing a large corpus does: it
+        runs in a thread, and the ranks ask each other every `ASKING_SECONDS` whether all have
+        finished. Raises what `work` raises on this rank. Collective over the world.
+        """
+        mine: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                mine.set_result(work())
+            except BaseException as error:
+                mine.set_exception(error)
+
+        # Not a pool, which would wait for its thread even after the loss of a rank.
+        threading.Thread(target=call, name="outlast", daemon=True).start()
+        is_busy = True
+        while is_busy:
+            wait([mine], timeout=ASKING_SECONDS)
+            busy = torch.tensor(int(not mine.done()))
+            is_busy = bool(self.max_over_world(busy, about="finish").item())
+        return mine.result()
 
     def sum_over_model(self, value: torch.Tensor) -> torch.Tensor:
         """Sum `value` in place over the tensor- and pipeline-parallel ranks of one model copy.

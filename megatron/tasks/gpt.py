@@ -194,8 +194,11 @@ class LoadedGPT:
             reset_position_ids=config.data.reset_position_ids,
             reset_attention_mask=config.data.reset_attention_mask,
         )
-        # Rank 0 builds the data sets first and fills the index cache.
-        mine = groups.world.raise_on_all_ranks(lambda: build() if groups.world.rank == 0 else None)
+        # Rank 0 builds the data sets first and fills the index cache, which may take longer than
+        # the timeout of a collective.
+        mine = groups.world.raise_on_all_ranks(
+            lambda: groups.outlast(lambda: build() if groups.world.rank == 0 else None)
+        )
         sets = groups.world.raise_on_all_ranks(lambda: mine or build())
 
         def reader(dataset: Any) -> BatchReader | None:

@@ -53,6 +53,40 @@ def test_agreed_raises_on_every_rank_or_on_none(ranks: Ranks, world: int) -> Non
     assert ranks.run(world, on_rank_agreed, -1) == [f"fine {r}" for r in range(world)]
 
 
+def on_rank_outlasting(groups: ProcessGroups, bad_rank: int) -> str:
+    rank = groups.world.rank
+    asked = []
+    largest = groups.max_over_world
+
+    def counted(value: torch.Tensor, *, about: str = "") -> torch.Tensor:
+        asked.append(about)
+        return largest(value, about=about)
+
+    object.__setattr__(groups, "max_over_world", counted)
+
+    def work() -> int:
+        if rank == 0:
+            # The other ranks ask meanwhile, and wait in no collective.
+            deadline = time.monotonic() + 60.0
+            while len(asked) < 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+        if rank == bad_rank:
+            raise DataError("corpus.bin: gone")
+        return rank
+
+    try:
+        answer = f"fine {groups.world.raise_on_all_ranks(lambda: groups.outlast(work))}"
+    except DataError as error:
+        answer = f"{error.exit_code} {error}"
+    return answer if len(asked) >= 3 else f"{answer}, asked {len(asked)} times"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_ask_each_other_while_a_long_work_goes_on(ranks: Ranks, world: int) -> None:
+    assert ranks.run(world, on_rank_outlasting, -1) == [f"fine {r}" for r in range(world)]
+    assert ranks.run(world, on_rank_outlasting, world - 1) == ["3 corpus.bin: gone"] * world
+
+
 def on_rank_max(groups: ProcessGroups, tp: int) -> list[float]:
     value = torch.tensor([float(groups.world.rank), -float(groups.world.rank)])
     return grid(groups, tp=tp).max_over_world(value, about="vote").tolist()
