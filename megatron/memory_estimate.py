@@ -621,9 +621,8 @@ class Activations:
     def head(self) -> int:
         """Bytes of the final norm, the logits and the loss's data for each token."""
         tp = self.grid.dims.tp
-        each = (
-            8 if tp == 1 else 17
-        )  # with tensor parallelism: the local target, and whether this rank has it
+        # With tensor parallelism also the local target, and whether this rank has it.
+        each = 8 if tp == 1 else 17
         no_norm = self.grid.config.recompute.recompute_granularity == "no-norm"
         norm = self.norm - (self._norm_output if no_norm else 0)
         return norm + self.logits + each * self._rows
@@ -697,7 +696,7 @@ class Activations:
 
     @cached_property
     def _columns(self) -> tuple[int, int, int, int]:
-        """Bytes of what attention projects and mixes, and of what an MLP projects and activates."""
+        """Bytes of four outputs: QKV projection, attention, first MLP projection, activation."""
         model, tp = self.grid.config.model, self.grid.dims.tp
         context = model.num_attention_heads * model.head_dim // tp
         mixed = context + 2 * model.query_groups * model.head_dim // tp

@@ -64,9 +64,10 @@ class IndexPart:
         return self.start + self.length
 
     def of_shard(self, shard: Slice) -> tuple[IndexPart, slice]:
-        """Return the part's entries in a shard of the bucket, and where they are among its entries.
+        """Return the entries of this part that are in a shard of the bucket, as a part and a slice.
 
-        `start` of the result is a position in the shard, and may be any if there are no entries.
+        The slice is of this part's entries on this rank. `start` of the returned part is a position
+        in the shard, and has no meaning if the shard has none of the entries.
         """
         first = min(max(shard.start - self.start, 0), self.length)
         stop = min(max(shard.start + shard.numel - self.start, 0), self.length)

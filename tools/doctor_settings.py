@@ -2,9 +2,9 @@
 
     python tools/doctor_settings.py --device cuda|cpu [--nodes N]
 
-Exit code 2 if settings contradict each other, or a network interface that they name is not here;
-each is a line that begins with PROBLEM. What is not set is told with what happens without it.
-Imports no torch.
+Exit code 2 if settings contradict each other or name a network interface that this machine lacks;
+the line of such a setting begins with PROBLEM. For a variable that is not set, a line says what
+happens without it. Imports no torch.
 """
 
 from __future__ import annotations

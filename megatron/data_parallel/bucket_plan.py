@@ -373,10 +373,11 @@ def mean_traffic(
 def plan_wire(config: Config, rank: RankShapes) -> PathBytes:
     """Return the bytes of an encoded wire, and what the reducer keeps of rounding.
 
-    At most all buckets are on their way at a time, as sent and as received, in chunks or in shards,
-    whichever are longer with their padding. Few chunks at a time are fp32: on a GPU, whose stream
-    handles one bucket after the other, a mean and what is added to it; on a CPU a hook encodes
-    another bucket meanwhile.
+    The means of all buckets may be in progress at the same time. Each holds a bucket's encoded
+    values twice, as sent and as received, in padded chunks, or in padded shards if those are
+    longer. Chunks in fp32 exist only while values are encoded or decoded. On a GPU, where one
+    stream handles the buckets in turn, they are a mean and the chunk that is added to it. On a CPU
+    there is a third, since a backward hook encodes another bucket at the same time.
     """
     wire = config.gradient.grad_wire
     if wire is None or rank.ranks == 1:

@@ -39,7 +39,16 @@ class WireFeedback:
         return self._kept is not None
 
     def join(self, grad: torch.Tensor, loss_scale: float) -> torch.Tensor:
-        """Add what is kept to the scaled gradients; return memory for what will be lost of both."""
+        """Add the kept rounding errors to `grad` in place, and return a buffer for the next ones.
+
+        Args:
+            grad: Gradients of the bucket, multiplied by `loss_scale`.
+            loss_scale: The loss scale of the step.
+
+        Returns:
+            fp32 memory of the length of `grad`, which this object owns. The caller writes to it
+            what the wire rounds off the sum; `keep` or `forget` ends the step.
+        """
         self._scale = loss_scale
         if self._kept is not None:
             grad.add_(self._kept, alpha=loss_scale)

@@ -156,7 +156,10 @@ def _after(agreed: Sequence[CollectiveCall], call: CollectiveCall) -> tuple[int,
 
 
 def _precedents(agreed: Sequence[CollectiveCall]) -> dict[tuple[int, int, str], int]:
-    """Return the last step in which each call, keyed as by `_after`, followed in the same way."""
+    """Return the keys of `_after` of all agreed calls, each with the latest step that has it.
+
+    The step of a key is that of the call before.
+    """
     found: dict[tuple[int, int, str], int] = {}
     place, step = 0, agreed[0].step if agreed else 0
     for call in agreed:

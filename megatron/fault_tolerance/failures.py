@@ -141,7 +141,8 @@ class Failures:
             where = f"rank {launch.rank}: " if launch.world_size > 1 else ""
             print(f"{where}{status.reason}", file=sys.stderr, flush=True)
             return
-        # Before the ranks have agreed on a name for this start, a failure joins one reported since.
+        # The ranks may not have agreed on a name for this start yet. Then the failure takes the
+        # name under which another rank has reported a failure since this start began.
         old = read_status(folder)
         fresh = old is not None and old.state == "failed" and _seconds(old.time) >= self._began
         attempt = self.attempt or (old.attempt if old is not None and fresh else uuid4().hex[:12])

@@ -59,10 +59,11 @@ def set_recorder_variables(run_dir: Path, environ: MutableMapping[str, str] | No
 
 
 def clear_dumps(run_dir: Path, *, nccl: bool) -> str:
-    """Move the dumps of the start before aside, and make the folder in which NCCL's must lie.
+    """Move the dumps of the previous start to `EARLIER`, and return what they say, "" without any.
 
-    Returns what up to `MOST_READ` of them say, since a job that goes back to the queue starts again
-    unattended.
+    A job that goes back to the queue starts again unattended, so the new start reports what the
+    dumps say. It reads at most `MOST_READ` of them. With `nccl`, the folder is created, as torch
+    does not create it for the dumps of NCCL.
     """
     folder = run_dir / FOLDER
     if nccl:

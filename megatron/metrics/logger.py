@@ -330,10 +330,8 @@ class Console:
             rate = f"{scaled(record.per_second)}{record.unit}/s"
             self._bar.set_postfix_str(f"loss {record.loss:.4f}, {rate}", refresh=False)
             self._bar.update(record.iteration - self._bar.n)
-        except (
-            OSError,
-            ValueError,
-        ):  # ValueError: the stream was closed by another part of the program
+        # ValueError: the stream was closed by another part of the program.
+        except (OSError, ValueError):
             self._lose_terminal()
 
     def close(self) -> None:

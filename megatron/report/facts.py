@@ -168,7 +168,10 @@ def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
 
 
 def evaluated(run: RunData) -> tuple[str, ...]:
-    """Return the names of what evaluations tell beside the loss, whose exponential GPT's tell."""
+    """Return the names of the values that evaluations report besides the loss.
+
+    They are the task's other means; for a task without any, such as GPT, it is the perplexity.
+    """
     return tuple(run.means) or ("perplexity",)
 
 
