@@ -588,10 +588,11 @@ def gpu_devices() -> list[Path]:
 
 
 def unused_gpus(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return why the GPUs of this machine are not used, None without any, or where torch sees one.
+    """Return why torch sees none of this machine's GPUs, or None if nothing is wrong.
 
-    A build of torch that does not fit the driver sees no GPU, and the run would train on the CPU
-    without a word. GPUs that CUDA_VISIBLE_DEVICES hides are meant to be hidden.
+    Nothing is wrong if torch sees a GPU, if the machine has none, or if CUDA_VISIBLE_DEVICES hides
+    them on purpose. A build of torch that does not fit the driver sees no GPU, and without this
+    check the run would train on the CPU without a word.
     """
     import torch
 
