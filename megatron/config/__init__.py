@@ -10,7 +10,7 @@ from __future__ import annotations
 from megatron.config.fields import ValueRange, above, at_least, below_one, between, option, section
 from megatron.config.gpt import GPTConfig
 from megatron.config.parsing import brief_settings, fields_by_section, parse, to_yaml
-from megatron.config.rules import RefusedPair, refused_pair
+from megatron.config.rules import PathOptions, RefusedPair, refused_pair
 from megatron.config.sections import (
     CheckpointConfig,
     Config,
@@ -42,6 +42,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PathOptions",
     "PrecisionConfig",
     "RecomputeConfig",
     "RefusedPair",

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar, cast, overload
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import yaml
 
@@ -46,54 +46,12 @@ from megatron.config.megatron_flags import (
     OldName,
     Refused,
 )
-from megatron.config.rules import Alternatives, RefusedPair
+from megatron.config.rules import Alternatives, PathOptions, RefusedPair
 from megatron.config.sections import Config
 from megatron.config.validate import alternatives_of, check, check_pairs, notices, pairs_of
 from megatron.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
-
-
-class PathOptions(Protocol):
-    """A value of `--grad-path` with the settings that it adds."""
-
-    @property
-    def name(self) -> str:
-        """The value of the flag."""
-        ...
-
-    @property
-    def sections(self) -> Mapping[str, type]:
-        """Sections of the configuration file by name.
-
-        Each is a frozen dataclass of options with one flag for each field. Paths may share a
-        section.
-        """
-        ...
-
-    @property
-    def refused_pairs(self) -> Sequence[RefusedPair]:
-        """Settings that exclude each other on this path.
-
-        They are added to the pairs that exclude each other everywhere. `--help-compat` prints them;
-        `parse` checks them before `check`.
-        """
-        ...
-
-    @property
-    def alternatives(self) -> Sequence[Alternatives]:
-        """Settings of this path that replace each other, as in `validate.SHARED_ALTERNATIVES`."""
-        ...
-
-    @property
-    def presets(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-        """For settings of this path: values of others that each value implies if not given."""
-        ...
-
-    def check(self, config: Any) -> None:
-        """Raise `ConfigError` for settings with which this path cannot run."""
-        ...
-
 
 SIZE_LIMIT = 1 << 20
 """Maximum size of a file, in bytes."""

@@ -48,6 +48,31 @@ def refused_pair(
 Alternatives = Sequence[Sequence[str]]
 """Settings that replace each other: each item has the fields of one way to say the same."""
 
+
+class PathOptions:
+    """A value of `--grad-path`, as far as the configuration is concerned.
+
+    A path overrides `name`, and of the rest what it needs.
+    """
+
+    name: str
+    """The value of the flag."""
+    sections: Mapping[str, type] = {}
+    """Sections of the configuration file by name: frozen dataclasses with one flag per field. Paths
+    may share a section."""
+    refused_pairs: Sequence[RefusedPair] = ()
+    """Settings that exclude each other on this path, in addition to those that exclude each other
+    everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`."""
+    alternatives: Sequence[Alternatives] = ()
+    """Settings of this path that replace each other: a flag overrides the others in the file."""
+    presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = {}
+    """For settings of this path by name: values of other settings that each value implies, unless
+    a flag or the file gives them."""
+
+    def check(self, config: Any) -> None:
+        """Raise `ConfigError` for settings that this path does not support."""
+
+
 Complaint = str | None
 """The error of a rule that a configuration breaks: fields with their values, rule, way out."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron.config import PathOptions
 from megatron.data_parallel.bucket_plan import (
     BucketClass,
     ParamShape,
@@ -23,7 +24,6 @@ from megatron.data_parallel.bucket_plan import (
 if TYPE_CHECKING:
     import torch
 
-    from megatron.config.rules import Alternatives, RefusedPair
     from megatron.data_parallel.bucket import ParamInfo
     from megatron.data_parallel.exchange import Exchange
     from megatron.data_parallel.layout import BucketLayout
@@ -115,29 +115,13 @@ class CheckpointView(Protocol):
         ...
 
 
-class GradientPath:
-    """A value of `--grad-path`, with the settings that it adds.
+class GradientPath(PathOptions):
+    """A value of `--grad-path`: its settings, and what it builds for a run.
 
     A path with a new reducer over all entries overrides `name` and `reducer`; everything else has a
     default. The module of a path must not import torch at top level: import torch inside
     `reducer` or `build`.
     """
-
-    name: str
-    """The value of the flag."""
-    sections: Mapping[str, type] = {}
-    """Sections of the configuration file by name: frozen dataclasses with one flag per field."""
-    refused_pairs: Sequence[RefusedPair] = ()
-    """Settings that exclude each other on this path, in addition to those that exclude each other
-    everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`."""
-    alternatives: Sequence[Alternatives] = ()
-    """Settings of this path that replace each other: a flag overrides the others in the file."""
-    presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = {}
-    """For settings of this path by name: values of other settings that each value implies, unless
-    a flag or the file gives them."""
-
-    def check(self, config: Any) -> None:
-        """Raise `ConfigError` for settings that this path does not support."""
 
     def check_files(self, config: Any, shapes: Callable[[], Shapes | None]) -> None:
         """Check the files that the path will read, before the run starts.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from megatron.config import Config, GPTConfig, above, option, parse, section
+from megatron.config import Config, GPTConfig, PathOptions, above, option, parse, section
 from megatron.errors import ConfigError
 from tools.configuration import TASKS
 
@@ -48,22 +47,18 @@ class PruneConfig:
     prune_share: float = option(default=0.9, help="Share of entries that are gone.")
 
 
-@dataclass
-class FakePath:
+class FakePath(PathOptions):
     """A gradient path as far as the configuration sees it."""
 
-    name: str
-    sections: dict[str, type] = field(default_factory=dict)
-    refused_pairs: tuple[()] = ()
-    alternatives: tuple[()] = ()
-    presets: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    def __init__(self, name: str, sections: Mapping[str, type] = {}) -> None:
+        self.name, self.sections = name, sections
 
     def check(self, config: Any) -> None:
         if config.run.debug and self.name == "sparse":
             raise ConfigError("debug true: the path sparse cannot run with it; drop --debug")
 
 
-PATHS: dict[str, Any] = {
+PATHS = {
     path.name: path
     for path in (
         FakePath("dense"),
