@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config import RefusedPair, refused_pair
+from megatron.config import RefusedPair, known_length, options_of, refused_pair
 from megatron.config.fields import ValueRange, at_least, between, option, section
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import (
@@ -33,28 +33,23 @@ if TYPE_CHECKING:
     from megatron.parallel.groups import ProcessGroups
 
 
-def _options(config: Config) -> Any:
-    """Return the options of Radius, as Any since their class is declared below."""
-    return config.extensions["radius"]
-
-
 def _sums_up(config: Config) -> bool:
     """Return whether a resample sends the sum of several steps."""
-    options = _options(config)
+    options = options_of(config, RadiusConfig)
     return options.radius_residual != "none" and options.radius_density < 1
 
 
 RADIUS_PAIRS: tuple[RefusedPair, ...] = (
     refused_pair(
         "radius_start_iter with radius_start_fraction",
-        lambda c: None not in (_options(c).radius_start_iter, _options(c).radius_start_fraction),
+        lambda c: options_of(c, RadiusConfig).has_two_starts,
         "Radius has one start",
         "give one of them",
     ),
     refused_pair(
         "radius_schedule rolling with adam_beta1 0",
         lambda c: (
-            _options(c).radius_schedule == "rolling"
+            options_of(c, RadiusConfig).radius_schedule == "rolling"
             and c.optimizer.optimizer == "adam"
             and c.optimizer.adam_beta1 == 0
         ),
@@ -63,7 +58,10 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
     ),
     refused_pair(
         "radius_schedule rolling with exp_avg_dtype or exp_avg_sq_dtype int8",
-        lambda c: _options(c).radius_schedule == "rolling" and "int8" in c.optimizer.moment_dtypes,
+        lambda c: (
+            options_of(c, RadiusConfig).radius_schedule == "rolling"
+            and "int8" in c.optimizer.moment_dtypes
+        ),
         "moments of unselected entries are frozen, but int8 moments share a scale with selected "
         "ones and are rounded again in every step",
         "give bf16 instead, or --radius-schedule paper",
@@ -73,8 +71,8 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         lambda c: (
             c.parallel.use_distributed_optimizer
             and c.parallel.dp_inner_size == 1
-            and _options(c).radius_schedule == "rolling"
-            and _options(c).radius_select == "update"
+            and (o := options_of(c, RadiusConfig)).radius_schedule == "rolling"
+            and o.radius_select == "update"
         ),
         "every step selects by updates of which each data-parallel rank has a part, so that every "
         "step would count and gather them",
@@ -92,7 +90,9 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
     ),
     refused_pair(
         "radius_residual none with grad_wire int8 or int4 and grad_wire_feedback",
-        lambda c: c.gradient.keeps_rounding and _options(c).radius_residual == "none",
+        lambda c: (
+            c.gradient.keeps_rounding and options_of(c, RadiusConfig).radius_residual == "none"
+        ),
         "there is no residual to keep what the wire rounds off",
         "give --grad-wire bf16, or --grad-wire-feedback false",
     ),
@@ -187,6 +187,11 @@ class RadiusConfig:
         """Density as an exact decimal fraction."""
         return Fraction(str(self.radius_density))
 
+    @property
+    def has_two_starts(self) -> bool:
+        """Whether the start is given as a step and as a share of the run."""
+        return None not in (self.radius_start_iter, self.radius_start_fraction)
+
     def start(self, total: int) -> int:
         """Return the first step at which a run of `total` steps may resample."""
         if self.radius_start_iter is not None:
@@ -205,10 +210,8 @@ class RadiusPath(GradientPath):
     presets = {"radius_preset": PRESETS}
 
     def check(self, config: Config) -> None:
-        options = self._options(config)
-        training = config.training
-        if not training.skip_train and (training.train_iters or training.global_batch_size):
-            _check_length(options, config.total_iterations())
+        if (total := known_length(config)) is not None:
+            _check_length(options_of(config, RadiusConfig), total)
 
     def reducer(
         self,
@@ -223,7 +226,7 @@ class RadiusPath(GradientPath):
         from megatron.parallel.tensor_shard import ModelShard
         from radius.reducer import RadiusReducer, RadiusSettings
 
-        options, total = self._options(config), config.total_iterations()
+        options, total = options_of(config, RadiusConfig), config.total_iterations()
         if not config.training.skip_train:
             # Only now is the number of ranks known, on which the number of steps may depend.
             _check_length(options, total)
@@ -254,14 +257,14 @@ class RadiusPath(GradientPath):
         )
 
     def lends_grad(self, config: Config, kind: BucketClass) -> bool:
-        return not kind.matrix or self._options(config).density == 1
+        return not kind.matrix or options_of(config, RadiusConfig).density == 1
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
         """Return the bytes of index, residual and values, and of what a wire takes beside them.
 
         On a CPU all of them persist; on a GPU `values` exist only while they are sent.
         """
-        options = self._options(config)
+        options = options_of(config, RadiusConfig)
         rolling = options.radius_schedule == "rolling"
         found = planned_bytes(
             rank,
@@ -287,7 +290,7 @@ class RadiusPath(GradientPath):
         )
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
-        options, total = self._options(config), config.total_iterations()
+        options, total = options_of(config, RadiusConfig), config.total_iterations()
         parallel, wire = config.parallel, config.gradient.grad_wire
         grad_bytes = BYTES[config.precision.grad_dtype]
         param_bytes, alignment = BYTES[config.precision.param_dtype], slice_alignment(config)
@@ -321,11 +324,6 @@ class RadiusPath(GradientPath):
             wire=wire,
             alignment=alignment,
         )
-
-    def _options(self, config: Config) -> RadiusConfig:
-        options = config.extensions["radius"]
-        assert isinstance(options, RadiusConfig)
-        return options
 
 
 def _check_length(options: RadiusConfig, total: int) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from megatron.config import RefusedPair, ValueRange, above, at_least, below_one, option, section
+from megatron.config import (
+    RefusedPair,
+    ValueRange,
+    above,
+    at_least,
+    below_one,
+    option,
+    options_of,
+    refused_pair,
+    section,
+)
 from samo.schedule import FRACTION, THRESHOLD
-
-if TYPE_CHECKING:
-    from megatron.config import Config
 
 
 @section
@@ -93,6 +99,14 @@ class SamoConfig:
     )
 
     @property
+    def is_pruned_by_file(self) -> bool:
+        """Whether a file alone says what is pruned.
+
+        A rewiring prunes tensors by name, since any of them may be stored whole for a while.
+        """
+        return self.samo_pruning == "file" and self.dsr_interval is None
+
+    @property
     def dense(self) -> tuple[str, ...]:
         """Patterns of `samo_dense`; empty for none."""
         return self.samo_dense or ()
@@ -103,80 +117,77 @@ class SamoConfig:
         return Fraction(str(self.samo_sparsity))
 
 
-def _pair(
-    name: str, holds: Callable[[SamoConfig, Config], object], reason: str, instead: str
-) -> RefusedPair:
-    def both(config: Config) -> object:
-        # The type of `extensions` does not name the sections of paths.
-        options: SamoConfig = config.extensions["samo"]  # type: ignore[assignment]
-        return holds(options, config)
-
-    return RefusedPair(name=name, holds=both, reason=reason, instead=instead)
-
-
-def _only_file(options: SamoConfig) -> bool:
-    # A rewiring prunes tensors by their names, since any of them may be stored whole for a while.
-    return options.samo_pruning == "file" and options.dsr_interval is None
-
-
 SAMO_PAIRS: tuple[RefusedPair, ...] = (
-    _pair(
+    refused_pair(
         "samo_pruning file without samo_mask_file",
-        lambda o, _: o.samo_pruning == "file" and o.samo_mask_file is None,
+        lambda c: (
+            (o := options_of(c, SamoConfig)).samo_pruning == "file" and o.samo_mask_file is None
+        ),
         "the masks have to come from somewhere",
         "give --samo-mask-file, as tools/prune_checkpoint.py writes it",
     ),
-    _pair(
+    refused_pair(
         "samo_mask_file with a samo_pruning that draws",
-        lambda o, _: o.samo_pruning != "file" and o.samo_mask_file is not None,
+        lambda c: (
+            (o := options_of(c, SamoConfig)).samo_pruning != "file" and o.samo_mask_file is not None
+        ),
         "the masks can come from one place only",
         "give --samo-pruning file, or drop --samo-mask-file",
     ),
-    _pair(
+    refused_pair(
         "samo_keep_embeddings with samo_pruning file, without dsr_interval",
-        lambda o, _: _only_file(o) and o.samo_keep_embeddings,
+        lambda c: (o := options_of(c, SamoConfig)).is_pruned_by_file and o.samo_keep_embeddings,
         "the file decides which entries are pruned",
         "draw the masks with --keep-embeddings, or drop --samo-keep-embeddings",
     ),
-    _pair(
+    refused_pair(
         "samo_dense with samo_pruning file, without dsr_interval",
-        lambda o, _: _only_file(o) and o.samo_dense is not None,
+        lambda c: (o := options_of(c, SamoConfig)).is_pruned_by_file and o.samo_dense is not None,
         "the file says what is pruned",
         "draw the masks with --dense, or drop --samo-dense",
     ),
-    _pair(
+    refused_pair(
         "samo_scope global with samo_pruning file",
-        lambda o, _: o.samo_pruning == "file" and o.samo_scope == "global",
+        lambda c: (
+            (o := options_of(c, SamoConfig)).samo_pruning == "file" and o.samo_scope == "global"
+        ),
         "the masks are drawn already",
         "drop --samo-scope",
     ),
-    _pair(
+    refused_pair(
         "samo_scope global with samo_pruning random",
-        lambda o, _: o.samo_pruning == "random" and o.samo_scope == "global",
+        lambda c: (
+            (o := options_of(c, SamoConfig)).samo_pruning == "random" and o.samo_scope == "global"
+        ),
         "a draw compares nothing; each tensor has its share",
         "drop --samo-scope",
     ),
-    _pair(
+    refused_pair(
         "dsr_interval with grad_wire int8 or int4 and feedback",
-        lambda o, c: o.dsr_interval is not None and c.gradient.keeps_rounding,
+        lambda c: options_of(c, SamoConfig).dsr_interval is not None and c.gradient.keeps_rounding,
         "what the wire rounded off may belong to entries that a rewiring prunes",
         "give --grad-wire bf16, or --grad-wire-feedback false",
     ),
-    _pair(
+    refused_pair(
         "dsr_interval with samo_pruning early-bird",
-        lambda o, _: o.dsr_interval is not None and o.samo_pruning == "early-bird",
+        lambda c: (
+            (o := options_of(c, SamoConfig)).dsr_interval is not None
+            and o.samo_pruning == "early-bird"
+        ),
         "one waits for a stable mask, the other changes it",
         "give another --samo-pruning, or drop --dsr-interval",
     ),
-    _pair(
+    refused_pair(
         "dsr_interval with a radius path",
-        lambda o, c: o.dsr_interval is not None and "radius" in c.extensions,
+        lambda c: options_of(c, SamoConfig).dsr_interval is not None and "radius" in c.extensions,
         "what Radius has not sent yet would belong to entries that are gone",
         "give --grad-path samo, or drop --dsr-interval",
     ),
-    _pair(
+    refused_pair(
         "dsr_interval with samo_sparsity 0",
-        lambda o, _: o.dsr_interval is not None and o.samo_sparsity == 0,
+        lambda c: (
+            (o := options_of(c, SamoConfig)).dsr_interval is not None and o.samo_sparsity == 0
+        ),
         "no entry could grow",
         "raise --samo-sparsity, or drop --dsr-interval",
     ),

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.config import known_length, options_of
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import (
     BYTES,
@@ -58,15 +59,14 @@ class SamoPath(GradientPath):
     refused_pairs = SAMO_PAIRS
 
     def check(self, config: Config) -> None:
-        training = config.training
-        if not training.skip_train and (training.train_iters or training.global_batch_size):
-            _check_length(config, config.total_iterations())
+        if (total := known_length(config)) is not None:
+            _check_length(config, total)
 
     def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
         """Check the mask file's headers, and with known shapes that its masks fit the model."""
         from samo.mask_file import check_mask_file
 
-        if (file := _options(config).samo_mask_file) is not None:
+        if (file := options_of(config, SamoConfig).samo_mask_file) is not None:
             check_mask_file(Path(str(file)), shapes())
 
     def build(
@@ -82,7 +82,7 @@ class SamoPath(GradientPath):
         from samo.model_parts import ModelParts
         from samo.tickets import first_masks
 
-        options, total = _options(config), config.total_iterations()
+        options, total = options_of(config, SamoConfig), config.total_iterations()
         seed = config.training.seed
         if not config.training.skip_train:
             # Only now is the number of ranks known, on which the number of steps may depend.
@@ -111,7 +111,7 @@ class SamoPath(GradientPath):
 
         Masks from a file are assumed to have `samo_sparsity`.
         """
-        options = _options(config)
+        options = options_of(config, SamoConfig)
         if options.samo_pruning == "early-bird" or options.sparsity == 0:
             return {}
         shapes = {param.name: param.logical_shape for param in params}
@@ -135,12 +135,6 @@ class SamoPath(GradientPath):
         is_alone = config.gradient.grad_path == self.name
         wire = plan_wire(config, rank) if is_alone else PathBytes()
         return PathBytes({**index, **wire.kept}, wire.passing, shared=masks, own=wire.own)
-
-
-def _options(config: Config) -> SamoConfig:
-    options = config.extensions["samo"]
-    assert isinstance(options, SamoConfig)
-    return options
 
 
 def _schedule(options: SamoConfig, total: int) -> RewiringSchedule:
@@ -179,7 +173,7 @@ def _check_length(config: Config, total: int) -> None:
 
     With Radius on top, it must also begin after the first ticket.
     """
-    options = _options(config)
+    options = options_of(config, SamoConfig)
     interval = options.samo_early_bird_interval
     waits = options.samo_pruning == "early-bird" and options.sparsity > 0
     if waits and (ticket := first_ticket(interval)) > total:
@@ -217,7 +211,7 @@ def _rewirer(
     from samo.early_bird import EarlyBird
     from samo.pruning import prunable
 
-    options = _options(config)
+    options = options_of(config, SamoConfig)
     pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings, dense=options.dense)
     if options.samo_pruning == "early-bird" and options.sparsity > 0:
         return EarlyBird(
@@ -248,7 +242,7 @@ def _dsr(
 ) -> MaskUpdater:
     from samo.dsr import DsrMaskUpdater, RewiringSettings
 
-    options = _options(config)
+    options = options_of(config, SamoConfig)
     if options.samo_pruning == "file" and fresh:
         _check_rewired(options, pruned, layout, parts)
     fraction = Fraction(str(options.dsr_fraction))
@@ -288,7 +282,7 @@ def _notes(
     config: Config, infos: Sequence[ParamInfo], layout: CompressedLayout, parts: ModelParts
 ) -> Iterator[str]:
     """Yield log lines on the whole model. Collective over a copy of the model."""
-    options = _options(config)
+    options = options_of(config, SamoConfig)
     rows = {
         info.name: (
             *layout.count([info]),

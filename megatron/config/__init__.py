@@ -26,6 +26,8 @@ from megatron.config.sections import (
     RecomputeConfig,
     RunConfig,
     TrainingConfig,
+    known_length,
+    options_of,
 )
 from megatron.config.validate import check, pairs_of, resolve
 
@@ -55,7 +57,9 @@ __all__ = [
     "brief_settings",
     "check",
     "fields_by_section",
+    "known_length",
     "option",
+    "options_of",
     "pairs_of",
     "parse",
     "refused_pair",

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Literal, Self, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
 from megatron.config.fields import (
     FieldSpec,
@@ -1137,3 +1137,28 @@ class Config:
     def total_iterations(self) -> int:
         """Return the steps of the whole run, as `TrainingConfig.total_iterations` does."""
         return self.training.total_iterations()
+
+
+T = TypeVar("T")
+
+
+def options_of(config: Config, kind: type[T]) -> T:
+    """Return the section of a gradient path's options.
+
+    Args:
+        config: The configuration of a run on a path with this section.
+        kind: The class of the section, one of the path's `sections`.
+    """
+    (found,) = (options for options in config.extensions.values() if isinstance(options, kind))
+    return found
+
+
+def known_length(config: Config) -> int | None:
+    """Return the length of the run in steps, or None.
+
+    None means that nothing is trained, or that the length follows from the global batch size, which
+    is derived from the number of ranks when the run starts.
+    """
+    training = config.training
+    is_known = training.train_iters is not None or training.global_batch_size is not None
+    return config.total_iterations() if is_known and not training.skip_train else None

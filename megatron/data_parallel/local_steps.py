@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config import RefusedPair, at_least, option, refused_pair, section
+from megatron.config import RefusedPair, at_least, option, options_of, refused_pair, section
 from megatron.config.fields import ValueRange, between
 from megatron.config.rules import nearest_multiples
 from megatron.data_parallel.bucket_plan import (
@@ -133,13 +133,18 @@ DILOCO_PAIRS: tuple[RefusedPair, ...] = (
     ),
     refused_pair(
         "outer_compression topk with grad_wire",
-        lambda c: _options(c).outer_compression == "topk" and c.gradient.grad_wire is not None,
+        lambda c: (
+            options_of(c, DilocoConfig).outer_compression == "topk"
+            and c.gradient.grad_wire is not None
+        ),
         "a message of the largest entries has a format of its own",
         "give --outer-values, and drop --grad-wire",
     ),
     refused_pair(
         "outer_topk_chunk, outer_topk_k, outer_decay or outer_values without outer_compression",
-        lambda c: _options(c).outer_compression == "none" and _changes_top_k(_options(c)),
+        lambda c: (
+            (o := options_of(c, DilocoConfig)).outer_compression == "none" and _changes_top_k(o)
+        ),
         "every copy sends its whole change, in the format of grad_wire",
         "give --outer-compression topk, or drop them",
     ),
@@ -156,7 +161,7 @@ class DilocoPath(GradientPath):
     presets = {"outer_compression": {"topk": {"outer_momentum": 0.0}}}
 
     def check(self, config: Config) -> None:
-        options = _options(config)
+        options = options_of(config, DilocoConfig)
         if options.local_fragments > options.local_steps:
             raise ConfigError(
                 f"local_fragments {options.local_fragments} is more than local_steps "
@@ -195,7 +200,7 @@ class DilocoPath(GradientPath):
         from megatron.data_parallel.outer_step import LocalReducer, OuterSGD
         from megatron.parallel.tensor_shard import ModelShard
 
-        options = _options(config)
+        options = options_of(config, DilocoConfig)
         return LocalReducer(
             exchange,
             rounds=_rounds(config),
@@ -211,10 +216,10 @@ class DilocoPath(GradientPath):
 
         In a checkpoint each replica has its moments and, inside a round, its weights.
         """
-        compression = _options(config).compression
+        compression = options_of(config, DilocoConfig).compression
         sent = plan_wire(config, rank) if compression is None else _messages(compression, rank)
         size = 4 * sum(bucket.numel for bucket in rank.buckets)
-        momentum = size if _options(config).outer_momentum else 0
+        momentum = size if options_of(config, DilocoConfig).outer_momentum else 0
         # fp32 gradients are consumed by then, and differences take their memory.
         differences = 0 if config.precision.grad_dtype == "float32" else size
         return dataclasses.replace(
@@ -242,7 +247,7 @@ def _collective(
     config: Config, rank: RankShapes, number: int, is_averaged: bool
 ) -> PlannedCollective:
     """Return the collective of a bucket at the end of a step."""
-    bucket, compression = rank.buckets[number], _options(config).compression
+    bucket, compression = rank.buckets[number], options_of(config, DilocoConfig).compression
     if compression is not None and bucket.kind.matrix:
         nbytes = _message_bytes(compression, bucket) if is_averaged else 0
         return PlannedCollective("all-gather", nbytes, number)
@@ -279,11 +284,5 @@ def _kind(ended: tuple[int, ...], rounds: Rounds) -> str:
 
 
 def _rounds(config: Config) -> Rounds:
-    options = _options(config)
+    options = options_of(config, DilocoConfig)
     return Rounds(options.local_steps, options.local_fragments, config.total_iterations())
-
-
-def _options(config: Config) -> DilocoConfig:
-    options = config.extensions["diloco"]
-    assert isinstance(options, DilocoConfig)
-    return options

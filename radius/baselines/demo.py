@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config import at_least, between, option, section
+from megatron.config import at_least, between, option, options_of, refused_pair, section
 from megatron.data_parallel.bucket_plan import (
     BYTES,
     BucketPlan,
@@ -36,9 +36,8 @@ from megatron.data_parallel.bucket_plan import (
     StepTraffic,
 )
 from megatron.data_parallel.gradient_path import GradientPath
-from radius.baselines.feedback import CompressedWork, FeedbackReducer, check_start, options_of
+from radius.baselines.feedback import BASELINE_PAIRS, CompressedWork, FeedbackReducer, check_start
 from radius.baselines.message_bytes import gathered_plan, gathered_traffic, message_bytes
-from radius.baselines.rules import DEMO_PAIRS
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +99,38 @@ class DeMoPath(GradientPath):
 
     name = "demo"
     sections = {"demo": DeMoConfig}
-    refused_pairs = DEMO_PAIRS
+    refused_pairs = (
+        *BASELINE_PAIRS,
+        refused_pair(
+            "demo_sign with optimizer adam",
+            lambda c: options_of(c, DeMoConfig).demo_sign and c.optimizer.optimizer != "sgd",
+            "Adam would divide signs by the root of their mean square, which is about 1",
+            "give --optimizer sgd --sgd-momentum 0 --clip-grad 0, or --demo-sign false",
+        ),
+        refused_pair(
+            "demo_sign with sgd_momentum",
+            lambda c: (
+                options_of(c, DeMoConfig).demo_sign
+                and c.optimizer.optimizer == "sgd"
+                and c.optimizer.sgd_momentum != 0
+            ),
+            "DeMo has a momentum of its own, and the sign is the update",
+            "give --sgd-momentum 0, or --demo-sign false",
+        ),
+        refused_pair(
+            "demo_sign with clip_grad",
+            lambda c: options_of(c, DeMoConfig).demo_sign and c.optimizer.clip_grad > 0,
+            "a sign has no length to clip, and the norm is that of the mean before the sign",
+            "give --clip-grad 0, or --demo-sign false",
+        ),
+        refused_pair(
+            "grad_path demo with fp16 without accumulate_allreduce_grads_in_fp32",
+            lambda c: c.precision.grad_dtype == "float16",
+            "a coefficient sums a chunk of the momentum of many steps times the loss scale, "
+            "which overflows in 16 bit however far the scale falls",
+            "give --accumulate-allreduce-grads-in-fp32, or another --grad-path",
+        ),
+    )
 
     def check(self, config: Config) -> None:
         check_start(config, "demo_start_iter", options_of(config, DeMoConfig).demo_start_iter)

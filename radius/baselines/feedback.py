@@ -14,8 +14,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from megatron.config import RefusedPair, known_length, refused_pair
 from megatron.data_parallel.bucket import GradBucket, ParamInfo
 from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.reducer import (
@@ -29,14 +30,22 @@ from megatron.data_parallel.reducer import (
 )
 from megatron.errors import ConfigError
 
-T = TypeVar("T")
-
 if TYPE_CHECKING:
     import torch
 
     from megatron.config import Config
     from megatron.data_parallel.exchange import Exchange
     from megatron.parallel.tensor_shard import ModelShard
+
+BASELINE_PAIRS: tuple[RefusedPair, ...] = (
+    refused_pair(
+        "grad_wire",
+        lambda c: c.gradient.grad_wire is not None,
+        "the baselines encode gradients in their own way",
+        "drop it, or give --grad-path dense, samo or radius",
+    ),
+)
+"""Refused pairs of every baseline."""
 
 
 class CompressedWork(ABC):
@@ -227,22 +236,9 @@ class FeedbackReducer(GradientReducer, ABC):
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
 
-def options_of(config: Config, kind: type[T]) -> T:
-    """Return the path's section of the configuration, which is of type `kind`."""
-    (found,) = (options for options in config.extensions.values() if isinstance(options, kind))
-    return found
-
-
-def last_step(config: Config) -> int | None:
-    """Return the number of steps of the run, None if it is not known yet or nothing is trained."""
-    training = config.training
-    counted = training.train_iters is not None or training.global_batch_size is not None
-    return None if training.skip_train or not counted else config.total_iterations()
-
-
 def check_start(config: Config, name: str, start: int) -> None:
     """Raise `ConfigError` if the first compressed step is past the end of the run."""
-    last = last_step(config)
+    last = known_length(config)
     if last is not None and start > last:
         raise ConfigError(
             f"{name}: {start} is past the last step, {last}, and nothing would be compressed; "

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.config import ValueRange, at_least, option, section
+from megatron.config import ValueRange, at_least, option, options_of, section
 from megatron.data_parallel.bucket_plan import BYTES, PathBytes, RankShapes, StepTraffic
 from megatron.data_parallel.gradient_path import GradientPath
-from radius.baselines.feedback import check_start, options_of
+from radius.baselines.feedback import BASELINE_PAIRS, check_start
 from radius.baselines.message_bytes import (
     FactorRank,
     all_reduces,
@@ -21,7 +21,6 @@ from radius.baselines.message_bytes import (
     powersgd_bytes,
     powersgd_traffic,
 )
-from radius.baselines.rules import BASELINE_PAIRS
 
 if TYPE_CHECKING:
     from megatron.config import Config

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.config import ValueRange, at_least, option, section
+from megatron.config import ValueRange, at_least, option, options_of, refused_pair, section
 from megatron.data_parallel.bucket_plan import BYTES, PathBytes, RankShapes, StepTraffic
 from megatron.data_parallel.gradient_path import GradientPath
-from radius.baselines.feedback import check_start, options_of
+from radius.baselines.feedback import BASELINE_PAIRS, check_start
 from radius.baselines.message_bytes import FactorRank, powersgd_bytes, powersgd_traffic
-from radius.baselines.rules import POWERSGD_PAIRS
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -43,6 +42,11 @@ class PowerSGDConfig:
     )
 
     @property
+    def has_two_ranks(self) -> bool:
+        """Whether a share is given beside a rank; the default rank counts as not given."""
+        return self.powersgd_rank != FactorRank.rank and self.powersgd_rank_share is not None
+
+    @property
     def factors(self) -> FactorRank:
         """Rank of the factors of a matrix."""
         return FactorRank(self.powersgd_rank, self.powersgd_rank_share)
@@ -53,7 +57,15 @@ class PowerSGDPath(GradientPath):
 
     name = "powersgd"
     sections = {"powersgd": PowerSGDConfig}
-    refused_pairs = POWERSGD_PAIRS
+    refused_pairs = (
+        *BASELINE_PAIRS,
+        refused_pair(
+            "powersgd_rank with powersgd_rank_share",
+            lambda c: options_of(c, PowerSGDConfig).has_two_ranks,
+            "a matrix has one rank",
+            "give one of them",
+        ),
+    )
     alternatives = ((("powersgd_rank",), ("powersgd_rank_share",)),)
 
     def check(self, config: Config) -> None:

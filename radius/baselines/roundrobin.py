@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config import at_least, option, section
+from megatron.config import at_least, known_length, option, options_of, refused_pair, section
 from megatron.data_parallel.bucket_plan import (
     BYTES,
     BucketPlan,
@@ -30,15 +30,8 @@ from megatron.data_parallel.bucket_plan import (
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
 from megatron.parallel.tensor_shard import even_share
-from radius.baselines.feedback import (
-    CompressedWork,
-    FeedbackReducer,
-    check_start,
-    last_step,
-    options_of,
-)
+from radius.baselines.feedback import BASELINE_PAIRS, CompressedWork, FeedbackReducer, check_start
 from radius.baselines.message_bytes import RESIDUAL_BYTES, all_reduces, from_start, matrices
-from radius.baselines.rules import ROUNDROBIN_PAIRS
 from radius.index import index_bytes, new_index
 
 if TYPE_CHECKING:
@@ -87,7 +80,28 @@ class RoundRobinPath(GradientPath):
 
     name = "roundrobin"
     sections = {"roundrobin": RoundRobinConfig}
-    refused_pairs = ROUNDROBIN_PAIRS
+    refused_pairs = (
+        *BASELINE_PAIRS,
+        refused_pair(
+            "grad_path roundrobin with adam_beta1 0",
+            lambda c: c.optimizer.optimizer == "adam" and c.optimizer.adam_beta1 == 0,
+            "sums of several steps enter the two moments apart, and the first has to last for that",
+            "raise adam_beta1, or give another --grad-path",
+        ),
+        refused_pair(
+            "grad_path roundrobin with exp_avg_dtype or exp_avg_sq_dtype int8",
+            lambda c: "int8" in c.optimizer.moment_dtypes,
+            "moments of rows that are not sent are frozen, but int8 moments share a scale with "
+            "sent ones and are rounded again in every step",
+            "give bf16 instead, or another --grad-path",
+        ),
+        refused_pair(
+            "grad_path roundrobin with sgd_weight_decay coupled",
+            lambda c: c.optimizer.optimizer == "sgd" and c.optimizer.sgd_weight_decay == "coupled",
+            "rows that are not sent have no gradient to which an L2 term could be added",
+            "give --sgd-weight-decay decoupled, or another --grad-path",
+        ),
+    )
 
     def check(self, config: Config) -> None:
         options = options_of(config, RoundRobinConfig)
@@ -151,7 +165,7 @@ class RoundRobinPath(GradientPath):
 
 def _check_interval(config: Config, options: RoundRobinConfig) -> None:
     """Raise `ConfigError` if the run is too short for every part to be sent."""
-    first, last = max(options.roundrobin_start_iter, 1), last_step(config)
+    first, last = max(options.roundrobin_start_iter, 1), known_length(config)
     if last is not None and options.roundrobin_interval > (left := last + 1 - first):
         raise ConfigError(
             f"roundrobin_interval {options.roundrobin_interval}: the steps {first} to {last} are "

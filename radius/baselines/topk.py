@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config import ValueRange, at_least, option, section
+from megatron.config import ValueRange, at_least, option, options_of, section
 from megatron.data_parallel.bucket_plan import (
     BYTES,
     BucketPlan,
@@ -19,10 +19,9 @@ from megatron.data_parallel.bucket_plan import (
     StepTraffic,
 )
 from megatron.data_parallel.gradient_path import GradientPath
-from radius.baselines.feedback import CompressedWork, FeedbackReducer, check_start, options_of
+from radius.baselines.feedback import BASELINE_PAIRS, CompressedWork, FeedbackReducer, check_start
 from radius.baselines.largest_entries import add_mean, check_positions, take_largest
 from radius.baselines.message_bytes import entries_message, gathered_plan, gathered_traffic
-from radius.baselines.rules import BASELINE_PAIRS
 
 if TYPE_CHECKING:
     import torch

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.config import to_yaml
+import pytest
+
+from megatron.config import known_length, options_of, resolve, to_yaml
 from tests.config.helpers import (
+    REQUIRED,
     PruneConfig,
     SparseConfig,
     read,
@@ -29,6 +32,7 @@ def test_paths_may_share_options(tmp_path: Path) -> None:
     config = read("--grad-path", "prune+sparse", "--sparse-density", "0.5", "--prune-share", "0.1")
     both = {"prune": PruneConfig(prune_share=0.1), "sparse": SparseConfig(sparse_density=0.5)}
     assert config.extensions == both
+    assert options_of(config, PruneConfig) is config.extensions["prune"]
     for text in (
         "sparse: {sparse_density: 0.5}\nprune: {prune_share: 0.1}\n",
         "sparse_density: 0.5\nprune_share: 0.1\n",
@@ -83,3 +87,19 @@ def test_options_have_types_ranges_and_choices() -> None:
 def test_the_path_has_the_last_word() -> None:
     assert read("--debug").run.debug
     assert refused("--debug", "--grad-path", "sparse").startswith("debug true: the path sparse")
+
+
+@pytest.mark.parametrize(
+    ("line", "at_once", "on_two_ranks"),
+    [
+        ("--train-iters 10", 10, 10),
+        ("--train-samples 64 --global-batch-size 8", 8, 8),
+        ("--train-samples 64", None, 16),  # the global batch is one microbatch of 2 per rank
+        ("--train-iters 10 --skip-train", None, None),
+    ],
+)
+def test_the_length_is_known_once_the_batch_is(
+    line: str, at_once: int | None, on_two_ranks: int | None
+) -> None:
+    config = read("--lr", "1", *line.split(), base=REQUIRED)
+    assert (known_length(config), known_length(resolve(config, 2))) == (at_once, on_two_ranks)
