@@ -333,10 +333,11 @@ def check_world(launch: Launch, *, rank: int, size: int) -> None:
 
 
 def with_master(launch: Launch, *, seconds: float) -> Launch:
-    """Return the launch with a rendezvous address, chosen by rank 0 unless the launcher set one.
+    """Return the launch with a rendezvous address and port, chosen by rank 0 where it has none.
 
-    Collective over MPI's world. Raises `ConfigError` if that world differs from the launcher's,
-    `PeerError` if the address does not arrive in time.
+    A launch that lacks one of them gets both as they are on rank 0. Collective over MPI's world.
+    Raises `ConfigError` if that world differs from the launcher's, `PeerError` if the address does
+    not arrive in time.
     """
     needs_place = not (launch.master_addr and launch.master_port)
     instead_of = " (or MASTER_ADDR and MASTER_PORT)" if needs_place else ""
@@ -352,7 +353,7 @@ def with_master(launch: Launch, *, seconds: float) -> Launch:
             f"rank {launch.rank} heard nothing of rank 0 over MPI within {seconds:g} s; check "
             "that rank 0 runs"
         )
-    address, port = text.decode().split()
+    address, port = text.decode().rsplit(maxsplit=1)
     return dataclasses.replace(launch, master_addr=address, master_port=int(port))
 
 
@@ -413,9 +414,12 @@ def _free_place(launch: Launch) -> str:
     import socket
 
     alone = launch.world_size == launch.local_world_size
+    address = launch.master_addr or ("127.0.0.1" if alone else socket.getfqdn())
+    if launch.master_port:
+        return f"{address} {launch.master_port}"
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return f"{'127.0.0.1' if alone else socket.getfqdn()} {probe.getsockname()[1]}"
+        return f"{address} {probe.getsockname()[1]}"
 
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -1,7 +1,8 @@
-"""Ranks that mpiexec started end in order, though some take longer to leave than others."""
+"""Ranks that mpiexec started meet where they are told, and end in order, some later than others."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -25,17 +26,49 @@ def finalize_and_linger():
 MPI.Finalize = finalize_and_linger
 leave_mpi(int(sys.argv[1]))
 """
+MEETING = """
+from megatron.launch import detect_launch, leave_mpi, with_master
+
+launch = with_master(detect_launch(), seconds=60)
+print(launch.master_addr, launch.master_port)
+leave_mpi(0)
+"""
 
 
-@pytest.mark.parametrize("code", [0, 75])
-def test_ranks_that_are_slow_to_leave_are_not_killed(code: int) -> None:
+def mpi(program: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on three ranks."""
     pytest.importorskip("mpi4py", reason="the ranks talk over MPI")
     try:
         mpiexec = find_mpiexec()
     except ConfigError as error:
         pytest.skip(str(error))
-    command = [mpiexec, "-n", "3", sys.executable, "-c", PROGRAM, str(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    env = {name: text for name, text in os.environ.items() if not name.startswith("MASTER_")}
+    command = [mpiexec, "-n", "3", sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "port"),
+    [
+        ({}, "127.0.0.1", None),
+        ({"MASTER_ADDR": "192.0.2.7"}, "192.0.2.7", None),
+        ({"MASTER_PORT": "12345"}, "127.0.0.1", "12345"),
+        ({"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "12345"}, "192.0.2.7", "12345"),
+    ],
+)
+def test_half_a_meeting_place_is_completed(
+    given: dict[str, str], address: str, port: str | None
+) -> None:
+    done = mpi(MEETING, **given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    places = [line.split() for line in done.stdout.splitlines()]
+    assert len(places) == 3 and all(place == places[0] for place in places)
+    assert places[0][0] == address and port in (None, places[0][1])
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_ranks_that_are_slow_to_leave_are_not_killed(code: int) -> None:
+    done = mpi(PROGRAM, str(code))
     assert done.returncode == code, done.stdout + done.stderr
     if not code:  # mpiexec ends the others of a rank with another code
         assert sorted(done.stdout.split()) == sorted("leaves 0 leaves 1 leaves 2".split())
