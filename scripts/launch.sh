@@ -138,6 +138,28 @@ program=("${PROGRAM:-$repo/$entry}")
 [[ -z ${GRAD_PATH:-} ]] || program+=(--grad-path "$GRAD_PATH")
 program+=(--run-dir "$RUN_DIR" "${flags[@]}")
 
+# The cores that srun gives to each rank; nothing where nobody says.
+cores_of_srun() { echo "${SLURM_CPUS_PER_TASK:-${CPUS_PER_TASK:-}}"; }
+
+# Threads of a rank: its cores, or its share of the cores of this node. Nothing where srun brings an
+# allocation of its own and the ranks alone will see how many cores it has.
+threads_of_rank() {
+  local cores threads=
+  if [[ $LAUNCHER == srun ]]; then
+    threads=$(cores_of_srun)
+    [[ -n $threads || -n ${SLURM_JOB_ID:-} ]] || return 0
+  fi
+  if [[ -z $threads ]]; then
+    cores=$(nproc)
+    # Where Slurm binds no process to cores, those of other jobs are seen too.
+    if [[ ${SLURM_CPUS_ON_NODE:-} =~ ^[0-9]{1,6}$ ]] && ((SLURM_CPUS_ON_NODE < cores)); then
+      cores=$SLURM_CPUS_ON_NODE
+    fi
+    threads=$((cores / RANKS_PER_NODE))
+  fi
+  echo "$((threads > 1 ? threads : 1))"
+}
+
 # Sets `command`, which starts every rank with srun.
 command_of_srun() {
   local lead
@@ -146,7 +168,8 @@ command_of_srun() {
   command=(srun --kill-on-bad-exit=1 --wait=60 --nodes "$NODES" --ntasks "$world"
     --ntasks-per-node "$RANKS_PER_NODE")
   # srun does not inherit the allocation's value from Slurm 22.05 on.
-  local cores=${SLURM_CPUS_PER_TASK:-${CPUS_PER_TASK:-}}
+  local cores
+  cores=$(cores_of_srun)
   [[ -z $cores ]] || command+=(--cpus-per-task "$cores")
   # For a step that brings its own allocation, which nobody else would tell of its end.
   if [[ -n $limit && -z ${SLURM_JOB_ID:-} ]]; then
@@ -239,15 +262,13 @@ if [[ $LAUNCHER == sbatch ]]; then
   exit 0
 fi
 
-if [[ -z ${OMP_NUM_THREADS:-} ]]; then
-  cores=$(nproc)
-  threads=${SLURM_CPUS_PER_TASK:-$((cores / RANKS_PER_NODE))}
-  OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
-fi
-export OMP_NUM_THREADS
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads_of_rank)}
+if [[ -n $OMP_NUM_THREADS ]]; then export OMP_NUM_THREADS; else unset OMP_NUM_THREADS; fi
 if [[ $LAUNCHER == srun || $LAUNCHER == mpiexec ]]; then
   export PYTHONUNBUFFERED=1 # a rank's log shows its last words even if it is killed
-  if [[ -n ${SLURM_JOB_ID:-} && -z ${MASTER_ADDR:-} ]] && ((NODES > 1)) && ! $dry_run; then
+  # Ranks on some of the job's nodes find the first of these by themselves: it need not be the job's.
+  if [[ -n ${SLURM_JOB_ID:-} && -z ${MASTER_ADDR:-} && ${SLURM_JOB_NUM_NODES:-$NODES} == "$NODES" ]] &&
+    ((NODES > 1)) && ! $dry_run; then
     MASTER_ADDR=$(master_address)
     if [[ -n $MASTER_ADDR ]]; then export MASTER_ADDR; else unset MASTER_ADDR; fi
   fi
@@ -259,11 +280,13 @@ case $LAUNCHER in
   mpiexec) command_of_mpiexec ;;
 esac
 
-say "$LAUNCHER, $NODES node(s) x $RANKS_PER_NODE rank(s), $OMP_NUM_THREADS thread(s) each, run folder $RUN_DIR"
+say "$LAUNCHER, $NODES node(s) x $RANKS_PER_NODE rank(s)," \
+  "${OMP_NUM_THREADS:-as many as cores} thread(s) each, run folder $RUN_DIR"
 printf -v line '%q ' "${command[@]}"
 if $dry_run; then
-  printf '#!/usr/bin/env bash\nset -euo pipefail\ncd %q\nexport OMP_NUM_THREADS=%q\nexec %s\n' \
-    "$PWD" "$OMP_NUM_THREADS" "${line% }"
+  printf '#!/usr/bin/env bash\nset -euo pipefail\ncd %q\n' "$PWD"
+  [[ -z ${OMP_NUM_THREADS:-} ]] || printf 'export OMP_NUM_THREADS=%q\n' "$OMP_NUM_THREADS"
+  printf 'exec %s\n' "${line% }"
   exit 0
 fi
 say "${line% }"

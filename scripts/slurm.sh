@@ -68,17 +68,22 @@ watch_time_limit() {
   done
 }
 
-# Where rank 0 will be, for the others: the first node's name, or its address where nobody can
-# resolve the name. Nothing where Slurm does not say; ranks then find out by themselves.
+# Where rank 0 will be, for the others: the first node's name, or the address by which Slurm reaches
+# it where nobody can resolve the name, or where only that node was asked, which knows its own name
+# whatever the others know. Nothing where Slurm does not say; ranks then find out by themselves.
 master_address() {
-  local first address
+  local first address why
   first=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null | head -n 1) || return 0
-  if getent hosts "$first" >/dev/null 2>&1; then
+  address=$(scontrol show node "$first" 2>/dev/null | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p') || true
+  if ! getent hosts "$first" >/dev/null 2>&1; then
+    why="does not resolve here"
+  elif [[ ${SLURMD_NODENAME:-$(hostname -s)} == "$first" && -n $address && $address != "$first" ]]; then
+    why="is this node, whose name others may not know"
+  else
     echo "$first"
     return
   fi
-  address=$(scontrol show node "$first" 2>/dev/null | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-  [[ -z $address ]] || say "$first does not resolve here; ranks meet at its address, $address"
+  [[ -z $address ]] || say "$first $why; ranks meet at its address, $address"
   echo "$address"
 }
 
