@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# Sourced by launch.sh, job.sh and zero_shot.sh: words for people, and a command that signals reach.
+# Sourced by launch.sh, job.sh, zero_shot.sh and setup_env.sh: words for people, GPUs, and a command
+# that signals reach.
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -22,11 +23,14 @@ choose_python() {
   command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: not found"
 }
 
+# Prints how many GPUs the machine has.
+gpus_of_machine() { { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true; }
+
 # Prints how many GPUs a process that is started here sees: CUDA_VISIBLE_DEVICES, which nvidia-smi
 # ignores, may name fewer than there are.
 count_gpus() {
   local seen names name
-  seen=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true)
+  seen=$(gpus_of_machine)
   if ((seen)) && [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
     seen=0
     IFS=, read -ra names <<<"$CUDA_VISIBLE_DEVICES"

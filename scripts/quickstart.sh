@@ -58,17 +58,19 @@ has_bf16() {
     grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo
   fi
 }
-gpus=$(gpus_seen)
+gpus=$(count_gpus)
 # Few steps learn more with a second moment that forgets sooner than Adam's default.
 flags=(--data-path "$prefix" --adam-beta2 0.95)
 if has_bf16 "$gpus"; then flags+=(--bf16); fi
 ranks=${RANKS:-$((gpus == 1 ? 1 : 2))}
 [[ ${STEPS:-1} =~ ^[1-9][0-9]{0,8}$ ]] || refuse "STEPS=$STEPS: must be a whole number, 1 or more"
 
+# What a user has set for launches of their own, such as a site that submits, is not for these.
 launch() { # run folder, gradient path, flags
   local folder=$1 path=$2
   shift 2
-  PYTHON=$python CONFIG=configs/gpt_tiny.yaml RUN_DIR=$folder GRAD_PATH=$path \
+  SITE=local LAUNCHER='' ENTRY='' PROGRAM='' TIME='' \
+    PYTHON=$python CONFIG=configs/gpt_tiny.yaml RUN_DIR=$folder GRAD_PATH=$path \
     RANKS_PER_NODE=$ranks NODES=1 scripts/launch.sh -- "${flags[@]}" "$@"
 }
 # Sets steps (0 if unknown), evaluated (steps between evaluations), interval (Radius's) and seconds.

@@ -4,23 +4,11 @@
 #   PYTHON  interpreter to make it with   (first of python3, python3.14 .. 3.11 that is new enough)
 #   VENV    where it lies                 (.venv in the repository)
 
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
 venv=${VENV:-$repo/.venv}
 [[ $venv == /* ]] || venv=$PWD/$venv
-
-say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
-refuse() {
-  say "$@"
-  exit 2
-}
-
-gpus_seen() {
-  if command -v nvidia-smi >/dev/null; then
-    nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
-  else
-    echo 0
-  fi
-}
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
@@ -58,7 +46,8 @@ make_environment() {
     say "making $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
   fi
-  if [[ $(gpus_seen) == 0 ]]; then
+  # The environment is also for starts that see other GPUs than this one.
+  if [[ $(gpus_of_machine) == 0 ]]; then
     constraints=(-c constraints.txt)
   fi
   # The folder belongs in it: the package is installed as a link to the sources.
