@@ -6,7 +6,7 @@
 
 Reads RUN/config.yaml, the newest checkpoint that verifies, and the tokenizer named by the flags,
 the run or its data. Exit code 2 for wrong usage, 3 if no tokenizer is found, 4 for a missing or
-damaged checkpoint.
+damaged checkpoint, or one whose model computes NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
+from megatron.errors import (  # noqa: E402
+    CheckpointError,
+    ConfigError,
+    DataError,
+    SparsetronError,
+)
 from tools.run_model import add_tokenizer_flags, check_tokenizer_flags, find_model  # noqa: E402
 
 if TYPE_CHECKING:
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
 
 MOST_TOKENS, MOST_SAMPLES = 1_000_000, 10_000
 """Largest values of the flags: more would run for days or fill the memory."""
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e9
+"""Bounds of --temperature: logits that are divided by much less exceed fp32."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +71,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _check(options: argparse.Namespace) -> None:
     rules = (
         _within("--max-new-tokens", options.max_new_tokens, MOST_TOKENS),
-        ("--temperature", options.temperature, 0 < options.temperature < 1e9, "more than 0"),
+        (
+            "--temperature",
+            options.temperature,
+            LEAST_TEMPERATURE <= options.temperature <= MOST_TEMPERATURE,
+            f"from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}",
+        ),
         ("--top-k", options.top_k, options.top_k >= 0, "at least 0 (0 = all tokens)"),
         _within("--num-samples", options.num_samples, MOST_SAMPLES),
         ("--seed", options.seed, 0 <= options.seed < 2**62, "from 0 to 2^62"),
@@ -107,7 +119,11 @@ def _samples(options: argparse.Namespace) -> list[str]:
             end_token=tokenizer.eod,
             vocab_size=tokenizer.vocab_size,
         )
-        texts.append(options.prompt + continuation(tokenizer, prompt, list(tokens)))
+        try:
+            found = list(tokens)
+        except CheckpointError as error:
+            raise CheckpointError(f"{saved.step}: {error}") from None
+        texts.append(options.prompt + continuation(tokenizer, prompt, found))
     return texts
 
 

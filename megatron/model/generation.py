@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.errors import CheckpointError
 from megatron.model.attention import KeyValueCache
 from megatron.model.gpt import GPT
 
@@ -15,8 +16,8 @@ from megatron.model.gpt import GPT
 class Sampling:
     """Sampling parameters of the next token.
 
-    `temperature`: divides the logits, more than 0. `top_k`: sample among the k likeliest tokens, 0
-    for all. `greedy`: take the likeliest token.
+    `temperature`: divides the logits, which must stay finite. `top_k`: sample among the k likeliest
+    tokens, 0 for all. `greedy`: take the likeliest token.
     """
 
     temperature: float = 1.0
@@ -44,18 +45,26 @@ def generate(
     Args:
         generator: CPU generator for sampling.
         vocab_size: sample smaller ids only, if the model has more ids than its tokenizer.
+
+    Raises:
+        CheckpointError: The model computes NaN or infinities, as weights of a run that diverged do.
     """
     assert len(prompt) > 0, "an empty prompt has no next token"
     assert not model.training, "dropout would be drawn"
     window = model.config.seq_length
     tokens = list(prompt)
-    caches: list[KeyValueCache] | None = _caches(model) if use_cache else None
+    caches: list[KeyValueCache] | None = None
+    if use_cache and len(tokens) <= window:
+        caches = _caches(model, min(window, len(tokens) + max_new_tokens))
     for _ in range(max_new_tokens):
         if caches is not None and len(tokens) <= window:
             logits = _next_logits(model, tokens, start=caches[0].length, caches=caches)
         else:
             logits = _next_logits(model, tokens[-window:], start=0, caches=None)
-        token = pick(logits[:vocab_size], sampling, generator)
+        logits = logits[:vocab_size]
+        if not logits.isfinite().all():
+            raise CheckpointError("the model computes NaN or infinities; give another step")
+        token = pick(logits, sampling, generator)
         if token == end_token:
             return
         tokens.append(token)
@@ -86,8 +95,8 @@ def _next_logits(
     return model.project(hidden[:, -1:])[0, 0, : model.vocab_size].float().cpu()
 
 
-def _caches(model: GPT) -> list[KeyValueCache]:
+def _caches(model: GPT, capacity: int) -> list[KeyValueCache]:
     config = model.config
-    shape = (1, config.query_groups, config.seq_length, config.head_dim)
+    shape = (1, config.query_groups, capacity, config.head_dim)
     like = next(model.parameters()).detach()
     return [KeyValueCache(shape, like=like) for _ in model.layers]

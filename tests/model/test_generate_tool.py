@@ -17,6 +17,7 @@ from megatron.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron.model.gpt import GPT
 from pretrain_gpt import GRADIENT_PATHS
 from tests.data.test_tokenizer import train_sentencepiece
+from tests.tools.runs import make_model_run
 from tools import evaluate, export_hf, run_model
 from tools.generate import continuation, main
 from tools.run_model import find_model
@@ -95,6 +96,7 @@ def test_an_empty_prompt_starts_a_document(run: Path, capsys: pytest.CaptureFixt
     ("arguments", "code", "words"),
     [
         (["--temperature", "0"], 2, "--temperature"),
+        (["--temperature", "1e-40"], 2, "--temperature: 1e-40; must be from 1e-06 to 1e+09"),
         (["--top-k", "-1"], 2, "--top-k"),
         (["--num-samples", "0"], 2, "--num-samples"),
         (["--num-samples", "100000000"], 2, "from 1 to 10000"),
@@ -112,6 +114,25 @@ def test_mistakes_are_one_line(
     assert main([str(run), *arguments]) == code
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_draws_at_the_bounds_of_the_temperature(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    greedy = texts(capsys, str(run), "--greedy")
+    assert texts(capsys, str(run), "--temperature", "1e-6", "--top-k", "0") == greedy
+    assert texts(capsys, str(run), "--temperature", "1e9", "--top-k", "0") != greedy
+
+
+@pytest.mark.parametrize("flags", [[], ["--greedy"], ["--top-k", "0"]])
+def test_a_model_that_diverged_is_one_line(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = "--tokenizer-type ByteTokenizer"
+    make_model_run(tmp_path / "run", named, vocab_size=257, diverged=True)
+    assert main([str(tmp_path / "run"), *flags]) == 4
+    told = capsys.readouterr().err
+    assert "step_00000001: the model computes NaN" in told and told.count("\n") == 1
 
 
 def test_the_tokenizer_must_be_the_one_of_the_data(

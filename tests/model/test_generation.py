@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.errors import CheckpointError
+from megatron.model import generation
+from megatron.model.attention import KeyValueCache
 from megatron.model.generation import Sampling, generate, pick
 from megatron.model.gpt import GPT
 from tests.model.models import VARIANTS, VOCAB, sharpen, small_model
@@ -29,6 +32,27 @@ def test_the_cache_changes_nothing(variant: str) -> None:
     model = spiky(**VARIANTS[variant])
     # 30 tokens pass the window of 16.
     assert run(model, 30, use_cache=True) == run(model, 30, use_cache=False)
+
+
+@pytest.mark.parametrize(("count", "capacity"), [(3, 7), (30, 16)])
+def test_caches_hold_the_text_and_no_more(
+    count: int, capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    class Noted(KeyValueCache):
+        def __init__(self, shape: tuple[int, int, int, int], *, like: torch.Tensor) -> None:
+            made.append(shape[2])
+            super().__init__(shape, like=like)
+
+    monkeypatch.setattr(generation, "KeyValueCache", Noted)
+    model = spiky()
+    assert len(run(model, count)) == count
+    assert made == [capacity] * len(model.layers)
+    made.clear()
+    beyond = PROMPT * (model.config.seq_length // len(PROMPT) + 1)
+    assert len(list(generate(model, beyond, max_new_tokens=2, sampling=GREEDY))) == 2
+    assert made == [], "no cache is used beyond the window"
 
 
 def test_positions_that_training_never_reached_are_not_used() -> None:
@@ -70,6 +94,17 @@ def test_draws_follow_the_generator() -> None:
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=3)])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_that_diverged_continues_nothing(sampling: Sampling, value: float) -> None:
+    model = spiky()
+    values = {name: kept.clone() for name, kept in model.logical_values().items()}
+    values["final_norm.bias"][0] = value
+    model.load_values(values)
+    with pytest.raises(CheckpointError, match="the model computes NaN or infinities"):
+        run(model, 2, sampling=sampling)
 
 
 def test_it_stops_before_the_end_token() -> None:
