@@ -9,7 +9,6 @@ train --> train_step --> pipeline: forwards and backwards       (gradients go to
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -183,7 +182,7 @@ class Trainer:
             self.metrics.step(record)
             self.saver.settle()
             self.profiler.after_step(self.progress.iteration)
-            self._guard()
+            self._check_health()
             iteration = self.progress.iteration
             last = iteration == self.total_iterations
             evaluated = ExitRequest.NONE
@@ -228,7 +227,7 @@ class Trainer:
 
         self.groups.world.raise_on_all_ranks(check)
 
-    def _guard(self) -> None:
+    def _check_health(self) -> None:
         """Raise `NumericsError`, on every rank, if further training would hide wrong numbers."""
         limit = self.config.training.max_skipped_steps
         if self._most_skipped_in_row() >= limit:
@@ -268,7 +267,7 @@ class Trainer:
         Returns the record of the step, and the most urgent request of all ranks.
         """
         began = time.perf_counter()
-        self._bytes_sent()
+        self._take_bytes_sent()  # Those sent before the step are not counted.
         restart_peak_memory(self.device)
         progress = self.progress
         progress.iteration += 1
@@ -296,29 +295,22 @@ class Trainer:
             # The sum of losses queues behind gradient sums that are still arriving, so it is
             # computed last, unless the step depends on the loss.
             loss_last = step.arriving and self.config.training.skip_loss_spikes is None
-            means = [] if loss_last else self._means_over_ranks(sums, counted)
-            self.pipeline.settle()
-        good = self._is_good(step, math.nan if loss_last else means[0])
+            means = None if loss_last else self._means_over_ranks(sums, counted)
+            self.pipeline.wait_for_sends()
+        good = self._decide(step, means)
         self._replicas_skipped = step.replicas_skipped
         num_zeros = self._num_zeros(step)
         self.heartbeat.at("optimizer")
         with self.timers("optimizer", level=1):
             if good:
-                weight_decay = self.weight_decay.at(progress.applied_samples)
-                self.optimizer.step(step, lr=lr, weight_decay=weight_decay)
-                self.engine.commit(step)
-                self.buffers.commit()
-                self.optimizer.rewire()
+                self._apply(step, lr)
             else:
-                self.engine.abort()
-                self.buffers.abort()
-                if self._is_local:
-                    self.buffers.commit()  # Other replicas may have applied the step.
+                self._drop()
             self.optimizer.end_step(progress.iteration)
             if good or self._is_local:
                 progress.applied_samples += batch_size
             self.scaler.update(overflow=not step.ok)
-            if loss_last:
+            if means is None:
                 means = self._means_over_ranks(sums, counted)
         progress.consumed_samples += batch_size
 
@@ -327,6 +319,40 @@ class Trainer:
             batch_size=batch_size, loss_scale=loss_scale,
         )  # fmt: skip
         return record, ExitRequest(step.request)
+
+    def _decide(self, step: Step, means: Sequence[float] | None) -> bool:
+        """Return whether to apply the step, from numbers that all ranks of a model share.
+
+        `means` may only be None if spikes of the loss are not skipped. Updates the latest losses
+        and the number of steps skipped in a row.
+        """
+        progress, sigmas = self.progress, self.config.training.skip_loss_spikes
+        good = step.ok
+        if good and sigmas is not None:
+            assert means is not None, "the loss is computed before the decision"
+            good = not is_spike(means[0], progress.losses, sigmas=sigmas)
+            remember(progress.losses, means[0])
+        if good:
+            progress.skipped_in_row = 0
+        elif step.ok or self.scaler.is_lowest:
+            progress.skipped_in_row += 1
+        return good
+
+    def _apply(self, step: Step, lr: float) -> None:
+        """Update the parameters, and commit the step in everything that keeps state."""
+        weight_decay = self.weight_decay.at(self.progress.applied_samples)
+        self.optimizer.step(step, lr=lr, weight_decay=weight_decay)
+        self.engine.commit(step)
+        self.buffers.commit()
+        self.optimizer.update_masks()
+
+    def _drop(self) -> None:
+        """Restore the state before the step in everything that keeps state."""
+        self.engine.abort()
+        self.buffers.abort()
+        if self._is_local:
+            # Other replicas may have applied the step, and average their buffers with this one's.
+            self.buffers.commit()
 
     def _record(
         self,
@@ -369,27 +395,11 @@ class Trainer:
             timers=self._timings(),
             wait_seconds=stats.wait_seconds,
             path={**stats.extra, **self._replica_counts(step)},
-            axis_bytes=self._bytes_sent(),
+            axis_bytes=self._take_bytes_sent(),
         )
 
     def _replica_counts(self, step: Step) -> dict[str, float]:
         return {"replicas_skipped": step.replicas_skipped} if self._is_local else {}
-
-    def _is_good(self, step: Step, loss: float) -> bool:
-        """Decide from numbers that all ranks of a model share whether to apply the step.
-
-        Updates the latest losses and the number of steps skipped in a row.
-        """
-        progress, sigmas = self.progress, self.config.training.skip_loss_spikes
-        good = step.ok
-        if good and sigmas is not None:
-            good = not is_spike(loss, progress.losses, sigmas=sigmas)
-            remember(progress.losses, loss)
-        if good:
-            progress.skipped_in_row = 0
-        elif step.ok or self.scaler.is_lowest:
-            progress.skipped_in_row += 1
-        return good
 
     def _share_of_ranks(self) -> int:
         """Return the divisor that turns the loss scale into the scale of a mean over ranks.
@@ -525,8 +535,8 @@ class Trainer:
         self.groups.pp.all_reduce(sums, dist.ReduceOp.SUM)
         return [total / counted for total in sums.tolist()]
 
-    def _bytes_sent(self) -> dict[str, int]:
-        """Return the bytes sent to model-parallel ranks since the last call, by axis.
+    def _take_bytes_sent(self) -> dict[str, int]:
+        """Return and reset the bytes sent to model-parallel ranks since the last call, by axis.
 
         The gradient path counts the bytes of the data-parallel axis.
         """

@@ -28,8 +28,8 @@ class Phase(Enum):
 
     WHOLE = "its gradient"
     RESAMPLE = "gradient and residual"
-    CHOSEN = "the chosen entries of its gradient"
-    ROLLING = "these, and a part of each matrix with its residual"
+    SPARSE = "the selected entries of its gradient"
+    ROLLING = "the selected entries, and one part of each matrix with its residual"
 
 
 @dataclass

@@ -19,7 +19,6 @@ from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.reduce_scatter import ReduceScatterReducer
 from megatron.data_parallel.reducer import (
     GradientReducer,
-    OptimizerUpdate,
     PerEntryState,
     ReducedGrad,
     ReducerStats,
@@ -59,7 +58,7 @@ class RadiusWork:
 
 STEPS = "radius/steps"
 """Name in a checkpoint of the start, the first resample and the latest one, in t."""
-CHOOSING = (Phase.RESAMPLE, Phase.ROLLING)
+SELECTING = (Phase.RESAMPLE, Phase.ROLLING)
 """Phases that select entries."""
 
 
@@ -189,10 +188,10 @@ class RadiusReducer(GradientReducer):
         # With `--no-load-optim` updates are counted from 1 again although entries are selected.
         if t % settings.interval == 0 and (self._first or t >= settings.start):
             return Phase.RESAMPLE
-        return Phase.CHOSEN if self._first else Phase.WHOLE
+        return Phase.SPARSE if self._first else Phase.WHOLE
 
     def _to_send(self, own: RadiusBucket, step: StepContext) -> torch.Tensor:
-        if own.phase is Phase.CHOSEN:
+        if own.phase is Phase.SPARSE:
             return own.gather_chosen(step.loss_scale)
         if own.phase is Phase.ROLLING:
             settings, interval = self.settings, self.settings.interval
@@ -204,11 +203,11 @@ class RadiusReducer(GradientReducer):
         return own.gather_all(step.loss_scale)
 
     def _received(self, own: RadiusBucket, mean: ReducedGrad) -> ReducedGrad:
-        if self.settings.select == "gradient" and own.phase in CHOOSING:
+        if self.settings.select == "gradient" and own.phase in SELECTING:
             # The optimizer may overwrite it before all ranks know that the step is applied.
             own.mean = [part.clone() for part in own.of_parts(mean.values)]
         settings, norm = self.settings, None
-        if settings.clip == "per-step" and settings.residual != "none" and own.phase in CHOOSING:
+        if settings.clip == "per-step" and settings.residual != "none" and own.phase in SELECTING:
             norm = own.norm_per_step(mean.values, self._waited(self._last))
         return dataclasses.replace(
             mean,
@@ -231,11 +230,11 @@ class RadiusReducer(GradientReducer):
 
     def wants_update(self, step: StepContext) -> bool:
         selects = bool(self._entries) and self.settings.select == "update"
-        return selects and self._phase(step) in CHOOSING
+        return selects and self._phase(step) in SELECTING
 
-    def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
+    def commit(self, bucket: GradBucket, update: torch.Tensor | None) -> None:
         own = self._own[bucket.index]
-        values = self._to_select_by(own, update) if own.phase in CHOOSING else ()
+        values = self._to_select_by(own, update) if own.phase in SELECTING else ()
         if own.phase is Phase.RESAMPLE:
             # Before the residual changes, since the update may share memory with it.
             self._resample(own, values)
@@ -260,7 +259,7 @@ class RadiusReducer(GradientReducer):
     # ---- selecting -----------------------------------------------------------------------------
 
     def _to_select_by(
-        self, own: RadiusBucket, update: OptimizerUpdate | None
+        self, own: RadiusBucket, update: torch.Tensor | None
     ) -> Sequence[torch.Tensor | None]:
         """Return the values by which to select, for each part; None means a random draw."""
         if self.settings.select == "seeded":
@@ -268,7 +267,7 @@ class RadiusReducer(GradientReducer):
         if self.settings.select == "gradient":
             return own.mean
         assert update is not None, "asked for by `wants_update`"
-        return own.of_parts(update.values)
+        return own.of_parts(update)
 
     def _resample(self, own: RadiusBucket, values: Sequence[torch.Tensor | None]) -> None:
         """Select entries in the whole bucket, by values for each part."""

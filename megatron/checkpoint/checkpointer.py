@@ -311,7 +311,7 @@ class Checkpointer:
             )
             self.groups.world.raise_on_all_ranks(lambda: self._take(saved, fresh_moments))
             # Collective for sharded states, so all ranks must have come this far.
-            self.optimizer.loaded()
+            self.optimizer.finish_load()
             if not weights_only and self._goes_on(saved, origin.own):
                 self._tensors.take_path(saved)
             self._announce_grid(saved)

@@ -513,7 +513,7 @@ class RunStateDict:
             master = where.of(self.optimizer.states[bucket.index].master)
             fill(self.engine, held.info.name, master, self._of_replicas(saved, PARAM, held))
             local.anchors[bucket.index].is_left = True
-        self.optimizer.bring_up()
+        self.optimizer.copy_to_params()
 
     def _take_path(self, saved: Checkpoint) -> None:
         if saved.names(_OLD_INDEX):

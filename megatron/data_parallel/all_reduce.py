@@ -12,7 +12,6 @@ from megatron.data_parallel.exchange import Exchange, Transfer
 from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.reducer import (
     GradientReducer,
-    OptimizerUpdate,
     PerEntryState,
     PiecewiseWork,
     ReducedGrad,
@@ -88,7 +87,7 @@ class AllReduceReducer(GradientReducer):
         work = [(where, self._reduced(bucket, where, lost)) for where in pieces]
         return work[0][1] if len(work) == 1 else PiecewiseWork(bucket.grad, work)
 
-    def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
+    def commit(self, bucket: GradBucket, update: torch.Tensor | None) -> None:
         if bucket.index in self._feedback:
             self._feedback[bucket.index].keep()
 

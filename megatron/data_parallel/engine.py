@@ -34,7 +34,6 @@ from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.norm import may_overflow, reach, sum_of_squares
 from megatron.data_parallel.outer_step import LocalReducer
 from megatron.data_parallel.reducer import (
-    OptimizerUpdate,
     PerEntryState,
     PiecewiseWork,
     ReducedGrad,
@@ -52,7 +51,7 @@ from megatron.transfer import to_device
 
 CLIP_EPSILON = 1e-6
 """Megatron's guard against a zero norm when clipping."""
-REWIRER = "rewirer/"
+MASK_UPDATER = "rewirer/"
 """Prefix of the mask updater's tensors in a checkpoint, among those of the reducer."""
 
 
@@ -252,9 +251,8 @@ class GradientEngine:
                 )
         wanted = self.wants_update
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
-            update = OptimizerUpdate(bucket.slices, reduced.values) if wanted else None
             # Batch step 13: commit.
-            self.reducer.commit(bucket, update)
+            self.reducer.commit(bucket, reduced.values if wanted else None)
         # Reduced values may be views of buckets that are about to be replaced.
         step.reduced.clear()
         self._start_over()
@@ -336,7 +334,7 @@ class GradientEngine:
         yield from self.reducer.shared_tensors()
         if self.mask_updater is not None:
             for name, tensor in self.mask_updater.state_tensors():
-                yield f"{REWIRER}{name}", tensor
+                yield f"{MASK_UPDATER}{name}", tensor
 
     def load_state_tensors(
         self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
@@ -344,9 +342,9 @@ class GradientEngine:
         """Load what `shared_tensors` and the reducer's `state_tensors` yielded."""
         self.reducer.load_state_tensors(own, shared)
         if self.mask_updater is not None:
-            theirs = [name for name in shared if name.startswith(REWIRER)]
+            theirs = [name for name in shared if name.startswith(MASK_UPDATER)]
             self.mask_updater.load_state_tensors(
-                {n.removeprefix(REWIRER): shared[n] for n in theirs}
+                {n.removeprefix(MASK_UPDATER): shared[n] for n in theirs}
             )
 
     def detach(self) -> None:

@@ -28,7 +28,6 @@ from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.reduce_scatter import ReduceScatterReducer
 from megatron.data_parallel.reducer import (
     GradientReducer,
-    OptimizerUpdate,
     PerEntryState,
     ReducedGrad,
     ReducerStats,
@@ -140,11 +139,8 @@ class NodeReducer(ReduceScatterReducer):
     def wants_update(self, step: StepContext) -> bool:
         return self.between.wants_update(step)
 
-    def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
-        shard = self._shards[bucket.index]
-        if update is not None:
-            update = dataclasses.replace(update, slices=shard.slices)
-        self.between.commit(shard, update)
+    def commit(self, bucket: GradBucket, update: torch.Tensor | None) -> None:
+        self.between.commit(self._shards[bucket.index], update)
 
     def abort(self, bucket: GradBucket) -> None:
         self.between.abort(self._shards[bucket.index])

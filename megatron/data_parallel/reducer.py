@@ -157,25 +157,6 @@ class PiecewiseWork:
         self.wait()
 
 
-@dataclass(frozen=True)
-class OptimizerUpdate:
-    """The corrected update of a bucket, which overwrites the reduced gradient.
-
-    For a sparse gradient it is in the runs of the index only, with sharded optimizer states at the
-    positions `GradBucket.kept` only, and there is none if `GradBucket.lends_grad`.
-    """
-
-    slices: dict[str, Slice]
-    values: torch.Tensor
-
-    def update(self, name: str) -> torch.Tensor:
-        """Return a view of m^ / (sqrt(v^) + eps) + lambda w over the parameter's slice.
-
-        For SGD the update is momentum + lambda w. The bucket must have been reduced whole.
-        """
-        return self.slices[name].of(self.values)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PerEntryState:
     """Checkpoint state with one value per stored entry of the parameter `param`.
@@ -258,8 +239,17 @@ class GradientReducer:
         """Return whether `commit` needs the optimizer's corrected update at this step."""
         return False
 
-    def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
-        """Save in the state the values that were not sent; the step was applied."""
+    def commit(self, bucket: GradBucket, update: torch.Tensor | None) -> None:
+        """Save in the state the values that were not sent; the step was applied.
+
+        Args:
+            bucket: The bucket, as it was given to `reduce`.
+            update: With `wants_update`, the optimizer's corrected update, m^ / (sqrt(v^) + eps) +
+                lambda w (of SGD: momentum + lambda w), which has overwritten `ReducedGrad.values`
+                and has their shape and dtype. For a sparse gradient it is in the runs of the index
+                only, with sharded optimizer states at the positions `GradBucket.kept` only. A
+                bucket with `GradBucket.lends_grad` has none.
+        """
 
     def abort(self, bucket: GradBucket) -> None:
         """Restore the state before `reduce`; every rank drops the step."""

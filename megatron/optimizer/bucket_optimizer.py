@@ -171,7 +171,7 @@ class BucketOptimizer:
         data-parallel group.
         """
         if (local := self.engine.local_steps) is not None:
-            self._bring_up_buckets(local.end_step(iteration, self._masters()))
+            self._copy_buckets_to_params(local.end_step(iteration, self._masters()))
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
@@ -187,7 +187,7 @@ class BucketOptimizer:
         finally:
             self._swap_anchors()
 
-    def rewire(self) -> None:
+    def update_masks(self) -> None:
         """Let the mask updater change the layout, after a step was applied and committed.
 
         Every rank calls this method after the same steps.
@@ -223,7 +223,7 @@ class BucketOptimizer:
                     beside(before, stored, param).scatter(name, stored, whole)
                     encode(engine, name, state, whole)
         self._size_scratch()
-        self._bring_all_up()
+        self._copy_all_to_params()
 
     def weights(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
         """Yield the master weights of each parameter's stored entries: fp32, 1-D.
@@ -279,38 +279,38 @@ class BucketOptimizer:
         """True if this rank keeps only a shard of the states."""
         return self.engine.buckets[0].shard is not None
 
-    def loaded(self) -> None:
+    def finish_load(self) -> None:
         """Begin to train with the master weights, which were written to.
 
         For sharded states this is collective over the data-parallel group.
         """
         self._begin_rounds()
-        self.bring_up()
+        self.copy_to_params()
 
-    def bring_up(self) -> None:
+    def copy_to_params(self) -> None:
         """Write the master weights to the parameters that are not views of them.
 
         For sharded states this is collective over the data-parallel group.
         """
-        self._bring_all_up()
+        self._copy_all_to_params()
         if self.is_sharded:
             self.engine.reducer.exchange.take_counters()  # its bytes belong to no step
 
-    def _bring_all_up(self) -> None:
+    def _copy_all_to_params(self) -> None:
         updates = ShardUpdates(self.engine)
         for bucket, state in zip(self.engine.buckets, self.states, strict=True):
             if bucket.shard is None:
                 for name, where in bucket.slices.items():
-                    self._bring_up(name, where.of(state.master))
+                    self._copy_to_param(name, where.of(state.master))
             else:
                 updates.open(bucket).copy_(state.master)
                 updates.send()
         updates.finish()
 
-    def _bring_up_buckets(self, buckets: Iterable[GradBucket]) -> None:
+    def _copy_buckets_to_params(self, buckets: Iterable[GradBucket]) -> None:
         for bucket in buckets:
             for name, where in bucket.slices.items():
-                self._bring_up(name, where.of(self.states[bucket.index].master))
+                self._copy_to_param(name, where.of(self.states[bucket.index].master))
 
     def _masters(self) -> list[torch.Tensor]:
         return [state.master for state in self.states]
@@ -321,7 +321,7 @@ class BucketOptimizer:
 
     def _swap_anchors(self) -> None:
         if (local := self.engine.local_steps) is not None:
-            self._bring_up_buckets(local.swap(self._masters()))
+            self._copy_buckets_to_params(local.swap(self._masters()))
 
     def _open(self) -> None:
         """Allocate states for the engine's buckets: the initial weights, and moments of zero."""
@@ -435,7 +435,7 @@ class BucketOptimizer:
             # Update parameters while their master weights are still in cache.
             while waiting and waiting[0][1].start + waiting[0][1].numel <= cut.stop:
                 name, where = waiting.pop(0)
-                self._bring_up(name, where.of(state.master))
+                self._copy_to_param(name, where.of(state.master))
 
     def _update_sparse(
         self,
@@ -471,7 +471,7 @@ class BucketOptimizer:
             out.copy_(state.master)
             return
         for name, where in bucket.slices.items():
-            self._bring_up(name, where.of(state.master))
+            self._copy_to_param(name, where.of(state.master))
 
     def _keeps_update(self, bucket: GradBucket) -> bool:
         """Return whether the update must overwrite the gradient of a bucket."""
@@ -531,7 +531,7 @@ class BucketOptimizer:
             if out is not None:
                 out[cut].copy_(held.master)
             elif cut.stop >= bucket.slices[name].start + bucket.slices[name].numel:
-                self._bring_up(name, bucket.slices[name].of(state.master))
+                self._copy_to_param(name, bucket.slices[name].of(state.master))
 
     def _coded_cuts(self, bucket: GradBucket, length: int) -> Iterator[tuple[str, slice]]:
         """Yield the chunks of this rank's part, each of one parameter and the gap behind it.
@@ -568,6 +568,6 @@ class BucketOptimizer:
             return torch.mul(values, factor, out=out)
         return out.copy_(values).mul_(factor)
 
-    def _bring_up(self, name: str, master: torch.Tensor) -> None:
+    def _copy_to_param(self, name: str, master: torch.Tensor) -> None:
         """Batch step 12: write updated master weights to the parameter that the model reads."""
         self.engine.layout.scatter(name, master, self.engine.infos[name].param.detach())

@@ -217,7 +217,7 @@ class OffloadedOptimizer(BucketOptimizer):
                 _copy(here.tensors, there.tensors)
         self._expand(bucket, values)
 
-    def _bring_all_up(self) -> None:
+    def _copy_all_to_params(self) -> None:
         for bucket, host in zip(self.engine.buckets, self.states, strict=True):
             values = self._values(bucket)
             for _, cut in self._pieces(bucket):
@@ -251,7 +251,7 @@ class OffloadedOptimizer(BucketOptimizer):
     def _expand(self, bucket: GradBucket, values: torch.Tensor) -> None:
         """Scatter updated values to the parameters, and restore the zeros of the bucket."""
         for name, where in bucket.slices.items():
-            self._bring_up(name, where.of(values))
+            self._copy_to_param(name, where.of(values))
         bucket.zero_gaps()
 
 

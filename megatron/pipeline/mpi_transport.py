@@ -294,7 +294,7 @@ class MPITransport:
         while sent and (sent[0][1].is_done or len(sent) > max(1, self._unanswered)):
             self._finish_oldest(message.kind)
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         for kind, sent in self._sent.items():
             while sent:
                 self._finish_oldest(kind)

@@ -99,15 +99,15 @@ class Pipeline:
             if self.place.is_last(chunk):
                 total += made
             self._send(operation, made)
-        self.transport.settle()
+        self.transport.wait_for_sends()
         return total
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until all sends are complete, and release the sent tensors.
 
         Call this after a step, when all ranks have finished their backwards and no wait is long.
         """
-        self.transport.settle()
+        self.transport.wait_for_sends()
 
     def _begin(self, count: int) -> Iterable[Operation]:
         """Return the passes of a training batch, after announcing its messages to the transport."""

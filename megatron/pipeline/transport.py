@@ -55,7 +55,7 @@ class Transport(Protocol):
         """Start to send; the tensor must not be modified any more. Returns at once."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until all sends are complete on this rank."""
         ...
 
@@ -92,7 +92,7 @@ class NoTransport:
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         raise AssertionError(f"nobody receives {message}")
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         pass
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class GroupTransport:
         ):
             self._finish(oldest)
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         for sent in self._sent.values():
             while sent:
                 self._finish(next(iter(sent)))

@@ -21,7 +21,6 @@ from megatron.data_parallel.bucket import GradBucket, ParamInfo
 from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.reducer import (
     GradientReducer,
-    OptimizerUpdate,
     PerEntryState,
     ReducedGrad,
     ReducerStats,
@@ -167,7 +166,7 @@ class FeedbackReducer(GradientReducer, ABC):
         self.entries_sent += work.entries * counted
         return work
 
-    def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
+    def commit(self, bucket: GradBucket, update: torch.Tensor | None) -> None:
         work = self._work.pop(bucket.index, None)
         if work is None:
             return

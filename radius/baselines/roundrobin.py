@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from megatron.data_parallel.bucket import GradBucket, ParamInfo
     from megatron.data_parallel.exchange import Exchange
     from megatron.data_parallel.reducer import (
-        OptimizerUpdate,
         PerEntryState,
         ReducedGrad,
         SparseIndex,
@@ -274,7 +273,7 @@ class RoundRobinReducer(FeedbackReducer):
         work = self._dense.reduce(dataclasses.replace(bucket, grad=values), step)
         return _RoundRobinWork(work, index, self.waited[part] + 1, values.numel())
 
-    def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
+    def commit(self, bucket: GradBucket, update: torch.Tensor | None) -> None:
         super().commit(bucket, update)
         if self._part is not None:  # once in a step, for all buckets
             self.waited = [steps + 1 for steps in self.waited]

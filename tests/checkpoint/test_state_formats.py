@@ -73,7 +73,7 @@ def on_rank_resumed(
 def load(made: GridToy, folder: Path) -> set[str]:
     with Checkpoint.open(folder / f"step_{LEFT_AT:08d}") as saved:
         encoded = made.tensors.take(saved, moments=True)
-        made.optimizer.loaded()
+        made.optimizer.finish_load()
         made.optimizer.applied = LEFT_AT
     return encoded
 

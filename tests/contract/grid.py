@@ -167,7 +167,7 @@ class GridToy(Toy):
     def load(self, folder: Path, applied: int) -> None:
         with Checkpoint.open(folder / f"step_{applied:08d}") as saved:
             self.tensors.take(saved, moments=True)
-            self.optimizer.loaded()
+            self.optimizer.finish_load()
             self.optimizer.applied = applied
             self.tensors.take_path(saved)
 

@@ -280,7 +280,7 @@ class Toy:
         if step.ok:
             self.optimizer.step(step, lr=self.lr, weight_decay=self.weight_decay)
             self.engine.commit(step)
-            self.optimizer.rewire()
+            self.optimizer.update_masks()
         else:
             self.engine.abort()
         self.optimizer.end_step(self.steps)

@@ -545,7 +545,7 @@ def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[
     for kind, name, tensor in second.optimizer.tensors():
         tensor.copy_(saved[kind, name])
     second.optimizer.applied = first.optimizer.applied
-    second.optimizer.loaded()
+    second.optimizer.finish_load()
     second.engine.load_state_tensors(carried, shared)
     for number in range(left_at, 12):
         second.step([gradients(number, groups.dp.rank)], clip_norm=1.0)

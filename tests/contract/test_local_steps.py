@@ -266,7 +266,7 @@ def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[
         anchor = [tensor.clone() for _, _, tensor in first.optimizer.tensors()]
     for (_, _, tensor), value in zip(second.optimizer.tensors(), anchor, strict=True):
         tensor.copy_(value)
-    second.optimizer.loaded()
+    second.optimizer.finish_load()
     second.engine.load_state_tensors(first.own(), copies(first.engine.shared_tensors()))
     # Inside a round each replica has weights of its own.
     assert first.engine.local_steps is not None and second.engine.local_steps is not None
@@ -278,7 +278,7 @@ def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[
         second.optimizer.tensors(), first.optimizer.tensors(), strict=True
     ):
         tensor.copy_(value)
-    second.optimizer.bring_up()
+    second.optimizer.copy_to_params()
     second.optimizer.applied, second.steps = first.optimizer.applied, first.steps
     return same(through.state(), trained(second, left_at, 12).state())
 

@@ -415,7 +415,7 @@ def on_rank_load(groups: ProcessGroups, case: PathCase, folder: Path) -> dict[st
     with Checkpoint.open(folder / "step_00000003") as saved:
         for kind, name, flat in toy.optimizer.tensors():
             fill(toy.engine, name, flat, saved.read(f"{kind}/{name}"))
-    toy.optimizer.loaded()
+    toy.optimizer.finish_load()
     return toy.state()
 
 

@@ -396,7 +396,7 @@ def test_states_go_from_host_to_device_and_back(case: PathCase) -> None:
             flat.copy_(states[kind, name])
         for info in target.infos:
             info.param.detach().masked_fill_(toy.exists(info.name).view(info.param.shape), 7.0)
-        target.optimizer.loaded()
+        target.optimizer.finish_load()
         weights = {info.name: flat for info, flat in target.optimizer.weights()}
         assert all(torch.equal(weights[name], states["param", name]) for name in weights)
         assert same(through.state(), target.state()) == []

@@ -150,7 +150,7 @@ def steps(machine: LaneMachine, *, cap: int, size: int) -> None:
         if number == 3:
             states = [t for s in optimizer.states for t in (s.master, *s.moments)]
             machine.touch(states, writes=True, stream=HOST)
-            optimizer.loaded()
+            optimizer.finish_load()
 
 
 @pytest.mark.parametrize(("cap", "size"), [(1024, 192), (1, 64), (1 << 20, 1 << 20)])

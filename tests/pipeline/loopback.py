@@ -147,7 +147,7 @@ class Loopback:
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         self._mailbox.put(message, tensor)
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         pass
 
     def close(self) -> None:

@@ -200,7 +200,7 @@ def record(
         pipeline.forward_backward(batches, iteration=1, scale=1.0)
         recorder.launch("norm")
         recorder.host_waits()
-        pipeline.settle()
+        pipeline.wait_for_sends()
         recorder.wait(recorder.meet("world", "all-reduce", range(place.stages)))
         recorder.launch("optimizer")
         stage.evaluates = True

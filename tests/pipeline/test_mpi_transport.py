@@ -79,7 +79,7 @@ def either_kind_first(groups: ProcessGroups) -> Any:
         groups.world.barrier()
         if rank == 0:
             transport.send(forward(0), filled(10))
-    transport.settle()
+    transport.wait_for_sends()
     outstanding = transport.outstanding
     transport.close()
     return outstanding
@@ -111,7 +111,7 @@ def echo(groups: ProcessGroups, count: int, tags: int) -> Any:
             values.append(float(tensor.mean()))
             if rank and answered:
                 transport.send(backward(message.microbatch), -tensor)
-        transport.settle()
+        transport.wait_for_sends()
         assert transport.outstanding == 0
         got.append(values)
     transport.close()
@@ -147,7 +147,7 @@ def while_in_a_collective(groups: ProcessGroups, in_collective: str) -> bool:
         dist.all_reduce(torch.zeros(1))
     time.sleep(0.05)
     if sends:
-        transport.settle()
+        transport.wait_for_sends()
     else:
         right = right and bool((transport.receive(backward(0)) == 7).all())
     if (in_collective == "sender") != sends:
@@ -175,7 +175,7 @@ def while_both_compute(groups: ProcessGroups) -> bool:
     moved = transport.outstanding == 0  # only the thread has called MPI
     if rank:
         transport.receive(forward(0))
-    transport.settle()
+    transport.wait_for_sends()
     transport.close()
     return moved
 
@@ -198,7 +198,7 @@ def never_sent(groups: ProcessGroups) -> Any:
             said.append(str(error.value))
         transport.send(forward(5), filled(0, LARGE))
         with pytest.raises(PeerError) as error:
-            transport.settle()
+            transport.wait_for_sends()
         said.append(str(error.value))
     groups.world.barrier()
     began = time.monotonic()
@@ -227,7 +227,7 @@ def sends_are_bounded(groups: ProcessGroups) -> tuple[int, int]:
             most = max(most, transport.outstanding)
         else:
             assert transport.receive(message)[-1] == message.microbatch
-    transport.settle()
+    transport.wait_for_sends()
     transport.close()
     return most, transport.outstanding
 
@@ -262,7 +262,7 @@ def in_lines(groups: ProcessGroups) -> Any:
     else:
         transport.expect([forward(0)], unanswered=2)
         got = transport.receive(forward(0)).tolist()
-    transport.settle()
+    transport.wait_for_sends()
     transport.close()
     return got
 
@@ -303,7 +303,7 @@ def late_memory(groups: ProcessGroups) -> Any:
         groups.world.barrier()
         for message in messages:
             assert transport.receive(message)[0] == message.microbatch
-    transport.settle()
+    transport.wait_for_sends()
     transport.close()
     return early
 
@@ -337,7 +337,7 @@ def broken_memory(groups: ProcessGroups) -> Any:
         transport.send(forward(0), filled(0))
         assert poll(lambda: len(asked) > 1, seconds=SECONDS), "by the thread"
         with pytest.raises(RuntimeError, match="the device is gone"):
-            transport.settle()
+            transport.wait_for_sends()
     groups.world.barrier()
     transport.close()
 

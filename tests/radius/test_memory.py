@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.data_parallel.bucket import GradBucket, Slice
 from megatron.data_parallel.exchange import Exchange
-from megatron.data_parallel.reducer import OptimizerUpdate, Step, StepContext
+from megatron.data_parallel.reducer import Step, StepContext
 from megatron.data_parallel.streaming import StreamedGrads
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.update_rules import AdamW, Hyper
@@ -37,16 +37,15 @@ class BucketBench:
     """A reducer with one bucket, whose tensors are distinguished from all others."""
 
     def __init__(self, density: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        where = {"w": Slice(0, ENTRIES)}
         self.bucket = GradBucket(
             index=0,
-            slices=where,
+            slices={"w": Slice(0, ENTRIES)},
             grad=torch.randn(ENTRIES).to(dtype),
             weight_decay=True,
             tied=False,
             tp_sharded=False,
         )
-        self.update = OptimizerUpdate(where, torch.randn(ENTRIES).to(dtype))
+        self.update = torch.randn(ENTRIES).to(dtype)
         self.weight = torch.randn(ENTRIES)
         self.moments = [torch.zeros(ENTRIES), torch.zeros(ENTRIES)]
         settings = RadiusSettings(density=Fraction(density), interval=4, start=1, **options)
@@ -61,9 +60,7 @@ class BucketBench:
         if reduced.index is not None:
             rule, hyper = AdamW(beta1=0.9, beta2=0.99, eps=1e-8), Hyper(t=t, lr=0, weight_decay=0)
             reduced.index.apply(rule, reduced, self.weight, self.moments, hyper, factor=0.5)
-        update = (
-            OptimizerUpdate(self.update.slices, reduced.values) if reduced.index else self.update
-        )
+        update = reduced.values if reduced.index else self.update
         wanted = self.reducer.wants_update(context)
         self.reducer.commit(self.bucket, update if wanted else None)
 

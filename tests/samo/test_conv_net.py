@@ -159,7 +159,7 @@ def test_kernels_are_rewired() -> None:
         if t % 2:
             assert all(torch.equal(mask, net.now()[name]) for name, mask in before.items())
         weights = {name: net.params[name].detach().clone().view(-1) for name in net.kernels}
-        net.optimizer.rewire()
+        net.optimizer.update_masks()
         after = net.now()
         assert after.keys() == before.keys()
         assert torch.equal(after["classes.weight"], begin["classes.weight"])

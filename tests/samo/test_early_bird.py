@@ -266,7 +266,7 @@ def steps_of(
         step = engine.finish(tag=t, clip_norm=0.0)
         optimizer.step(step, lr=1e-3, weight_decay=0.1)
         engine.commit(step)
-        optimizer.rewire()
+        optimizer.update_masks()
         yield t, infos, optimizer
     engine.detach()
 

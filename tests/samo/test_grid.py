@@ -411,7 +411,7 @@ class Trained:
         assert found.ok
         self.optimizer.step(found, lr=0.02, weight_decay=0.1)
         self.engine.commit(found)
-        self.optimizer.rewire()
+        self.optimizer.update_masks()
 
 
 def on_rank_trained(groups: ProcessGroups, dims: tuple[int, int, int], name: str) -> list[str]:

@@ -73,7 +73,7 @@ class RewiredNet:
             self.optimizer.applied = saved.applied
             for kind, name, tensor in self.optimizer.tensors():
                 tensor.copy_(saved.states[kind, name])
-            self.optimizer.loaded()
+            self.optimizer.finish_load()
             self.engine.load_state_tensors({}, saved.shared)
 
     def step(self) -> None:
@@ -116,7 +116,7 @@ def test_kept_weights_go_on_and_new_ones_begin_at_zero(reset: bool, dtype: torch
     for t in range(1, 15):
         net.step()
         before, old = net.whole(), net.masks()
-        net.optimizer.rewire()
+        net.optimizer.update_masks()
         after, new = net.whole(), net.masks()
         assert new.keys() == set(PRUNED) and sum(int(m.sum()) for m in new.values()) == stored
         pruned = net.engine.stats().extra.get("dsr_pruned")
@@ -144,13 +144,13 @@ def test_resumed_at_any_update_is_the_run_that_was_not_interrupted() -> None:
     whole = RewiredNet()
     for _ in range(14):
         whole.step()
-        whole.optimizer.rewire()
+        whole.optimizer.update_masks()
         saved[whole.optimizer.applied] = whole.save()
     for t in (1, 2, 5, 6, 12):
         net = RewiredNet(saved=saved[t])
         while net.optimizer.applied < 14:
             net.step()
-            net.optimizer.rewire()
+            net.optimizer.update_masks()
         end = net.save()
         assert all(torch.equal(end.masks[n], saved[14].masks[n]) for n in PRUNED)
         assert all(torch.equal(end.states[key], saved[14].states[key]) for key in end.states)
@@ -167,6 +167,6 @@ def _train(groups: ProcessGroups) -> list[str]:
     found = []
     for _ in range(14):
         net.step()
-        net.optimizer.rewire()
+        net.optimizer.update_masks()
         found.append(net.engine.fingerprint)
     return found

@@ -177,7 +177,7 @@ def _step(
     pipeline.forward_backward(batches, iteration=1, scale=1.0)
     took = torch.tensor([time.monotonic() - began], dtype=torch.float64)
     groups.world.all_reduce(took, dist.ReduceOp.MAX)
-    pipeline.settle()
+    pipeline.wait_for_sends()
     passes = [json.loads(text) for text in groups.world.all_gather_str(json.dumps(stage.passes))]
     return {"seconds": took.item(), "passes": passes}
 

@@ -104,7 +104,7 @@ def _step(pipeline: Pipeline, groups: ProcessGroups, microbatches: int) -> float
     pipeline.forward_backward(batches, iteration=1, scale=1.0)
     took = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
     groups.world.all_reduce(took, dist.ReduceOp.MAX)
-    pipeline.settle()
+    pipeline.wait_for_sends()
     return took.item()
 
 
