@@ -299,7 +299,12 @@ class DsrMaskUpdater(MaskUpdater):
         yield "dsr/counts", torch.tensor([self._seen, self._rewirings], dtype=torch.int64)
 
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
-        """Restore the state that `state_tensors` yielded."""
+        """Restore the state that `state_tensors` yielded.
+
+        Masks without it, as averaged checkpoints have, are those of a new start.
+        """
+        if "dsr/threshold" not in shared:
+            return
         self._threshold = float(shared["dsr/threshold"])
         self._seen, self._rewirings = shared["dsr/counts"].tolist()
 

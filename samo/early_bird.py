@@ -138,7 +138,12 @@ class EarlyBird(MaskUpdater):
                 )
 
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
-        """Restore the state that `state_tensors` yielded."""
+        """Restore the state that `state_tensors` yielded.
+
+        Masks without it, as averaged checkpoints have, are those of a new start.
+        """
+        if _COUNTS not in shared:
+            return
         self._draws, self._ticket = shared[_COUNTS].tolist()
         # A rank without tensors to prune has no mask in `shared`, but compares as many as others.
         kept = 0 if self._ticket else min(self._draws, DRAWS - 1)

@@ -7,7 +7,9 @@ Works for runs of every task, of any grid. Weights and the buffers of norms are 
 precision; moments and the gradient path's state are left out. The output is a run folder with the
 configuration and one checkpoint, of the newest step: tools that read the model of a run take it,
 and a run starts from it with --load OUTPUT --no-load-optim. It lies outside the run that is read
-and is no other run's folder. Masks of pruned weights must be equal in all steps.
+and is no other run's folder. Masks of pruned weights must be equal in all steps; the run that
+starts from them has the gradient path of the run that was averaged. One mean at a time is in
+memory.
 
 Exit code 0 if it is written, 2 for wrong usage, 4 for a missing or damaged checkpoint.
 """
@@ -20,6 +22,8 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +39,16 @@ from megatron.checkpoint.io import failing_as  # noqa: E402
 from megatron.checkpoint.verify import open_to_all  # noqa: E402
 from megatron.config.fields import show_plain  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
-from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.run_model import CONFIG, PARAM  # noqa: E402
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron.checkpoint.store import Checkpoint, LocalShard
 
 MOST = 10_000
+_NETWORK = ("model", "data", "training")
+"""Sections of an identity that do not belong to the gradient path."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,7 +164,7 @@ def _average(steps: Sequence[CommittedStep], output: Path) -> Path:
         newest = saved[-1]
         masked = any(newest.mask(name) for name in newest.names(PARAM))
         state = dict(newest.state)
-        state["identity"] = _without_path(dict(state.get("identity", {})), masked=masked)
+        state["identity"] = _identity(dict(state.get("identity", {})), masked=masked)
         state["averaged_steps"] = [one.step for one in saved]
         return save_checkpoint(
             output / CHECKPOINTS, step=newest.step, tensors=_means(saved), state=state, log=print
@@ -165,9 +172,9 @@ def _average(steps: Sequence[CommittedStep], output: Path) -> Path:
 
 
 def _means(saved: Sequence[Checkpoint]) -> Iterator[LocalShard]:
-    """Yield the mean of each weight and buffer, one at a time, and the masks."""
+    """Yield the mean of each weight and buffer, and the masks; each is computed when written."""
     from megatron.checkpoint.state_dict import BUFFER
-    from megatron.checkpoint.store import LocalShard, whole
+    from megatron.checkpoint.store import Chosen, lazy
 
     newest = saved[-1]
     names = (*newest.names(PARAM), *newest.names(BUFFER))
@@ -179,19 +186,24 @@ def _means(saved: Sequence[Checkpoint]) -> Iterator[LocalShard]:
                 raise CheckpointError(
                     f"{other.path}: {name} is not as in {newest.path}; average steps of one run"
                 )
-        total = newest.read(name).double()
-        for other in saved[:-1]:
-            total += other.read(name)
-        mean = (total / len(saved)).to(newest.dtype(name))
+        mean = lazy(name, newest.shape(name), newest.dtype(name), partial(_mean, saved, name))
         mask = newest.mask(name)
         if mask is None:
             _require_unmasked(saved, name)
-            yield whole(name, mean)
+            yield mean
             continue
-        kept = _common_mask(saved, name)
-        shape = tuple(mean.shape)
-        yield whole(mask, kept)
-        yield LocalShard(name, mean[kept], shape, (0,) * len(shape), shape, mask=mask)
+        read = partial(newest.read, mask)
+        count = int(_common_mask(saved, name).count_nonzero())
+        yield lazy(mask, newest.shape(mask), newest.dtype(mask), read)
+        yield replace(mean, mask=mask, chosen=Chosen(count, read))
+
+
+def _mean(saved: Sequence[Checkpoint], name: str) -> torch.Tensor:
+    newest = saved[-1]
+    total = newest.read(name).double()
+    for other in saved[:-1]:
+        total += other.read(name)
+    return total.div_(len(saved)).to(newest.dtype(name))
 
 
 def _require_unmasked(saved: Sequence[Checkpoint], name: str) -> None:
@@ -203,7 +215,7 @@ def _require_unmasked(saved: Sequence[Checkpoint], name: str) -> None:
             )
 
 
-def _common_mask(saved: Sequence[Checkpoint], name: str) -> Any:
+def _common_mask(saved: Sequence[Checkpoint], name: str) -> torch.Tensor:
     """Return the mask of a weight, bool of its shape, which all checkpoints share."""
     mask = saved[-1].mask(name)
     assert mask is not None
@@ -218,12 +230,16 @@ def _common_mask(saved: Sequence[Checkpoint], name: str) -> Any:
     return kept
 
 
-def _without_path(identity: dict[str, Any], *, masked: bool) -> dict[str, Any]:
-    """Return the identity as that of the dense path, or with masks of SAMO, without path state."""
-    path = "samo" if masked else "dense"
-    kept = {"model", "data", "training", *GRADIENT_PATHS[path].sections}
-    found = {key: value for key, value in identity.items() if key.partition(".")[0] in kept}
-    return {**found, "gradient.grad_path": path}
+def _identity(was: dict[str, Any], *, masked: bool) -> dict[str, Any]:
+    """Return the identity of the mean: the run's own with masks, else that of the dense path.
+
+    A run takes the masks of a checkpoint only if all settings of its path are equal. Without masks
+    nothing of the path is left, and a run with any path may start from dense weights.
+    """
+    if masked:
+        return was
+    kept = {key: value for key, value in was.items() if key.partition(".")[0] in _NETWORK}
+    return {**kept, "gradient.grad_path": "dense"}
 
 
 def _copy(config: Path, target: Path) -> None:

@@ -72,6 +72,8 @@ class LocalShard:
             a time. None for its own.
         chosen: The shard has only these entries of `tensor`. They are copied when they are written,
             so that the copies of all shards are not in memory at once.
+        make: Makes the tensor each time that it is written; `tensor`, on the meta device, has its
+            shape and dtype. None: it is `tensor`.
     """
 
     name: str
@@ -85,6 +87,7 @@ class LocalShard:
     per_rank: bool = False
     dtype: torch.dtype | None = None
     chosen: Chosen | None = None
+    make: Callable[[], torch.Tensor] | None = None
 
     @property
     def saved_dtype(self) -> torch.dtype:
@@ -103,7 +106,7 @@ class LocalShard:
 
     def entries(self) -> torch.Tensor:
         """Return the entries, on the tensor's device: a view of `tensor`, or a copy if chosen."""
-        tensor = self.tensor.detach()
+        tensor = (self.tensor if self.make is None else self.make()).detach()
         return tensor if self.chosen is None else tensor[self.chosen.where().to(tensor.device)]
 
 
@@ -111,6 +114,13 @@ def whole(name: str, tensor: torch.Tensor) -> LocalShard:
     """Return the shard of a rank that writes a whole tensor."""
     shape = tuple(tensor.shape)
     return LocalShard(name, tensor, shape, (0,) * len(shape), shape)
+
+
+def lazy(
+    name: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor]
+) -> LocalShard:
+    """Return the shard of a whole tensor that is made only when it is written."""
+    return replace(whole(name, torch.empty(tuple(shape), dtype=dtype, device="meta")), make=make)
 
 
 def of_rank(shard: LocalShard, *, data_parallel_rank: int, data_parallel_size: int) -> LocalShard:
@@ -138,7 +148,7 @@ def snapshot(shard: LocalShard) -> LocalShard:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     except RuntimeError as error:
         raise _no_memory(tensor.nbytes, "host memory", error) from None
-    return replace(shard, tensor=copy.copy_(tensor), chosen=None)
+    return replace(shard, tensor=copy.copy_(tensor), chosen=None, make=None)
 
 
 class Snapshots:
@@ -176,7 +186,7 @@ class Snapshots:
         tensor = shard.entries()
         octets = self._block[start : start + tensor.nbytes]
         copy = octets.view(tensor.dtype).view(tensor.shape)
-        return replace(shard, tensor=copy.copy_(tensor, non_blocking=True), chosen=None)
+        return replace(shard, tensor=copy.copy_(tensor, non_blocking=True), chosen=None, make=None)
 
     def _make_room(self, size: int) -> None:
         if size <= self._block.numel():
@@ -299,6 +309,7 @@ __all__ = [
     "Chosen",
     "LocalShard",
     "Snapshots",
+    "lazy",
     "of_rank",
     "owner",
     "save_checkpoint",

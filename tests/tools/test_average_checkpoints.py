@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.io import Files
 from megatron.checkpoint.store import Checkpoint, LocalShard, save_checkpoint, whole
 from tests.ranks import Ranks
 from tests.tools.runs import make_model_run
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
+from tests.training.test_samo import DSR, EARLY_BIRD, RADIUS, SAMO
 from tools.average_checkpoints import main
 from tools.run_model import CONFIG, PARAM, find_model
 
@@ -193,6 +195,71 @@ def test_a_run_and_tools_take_the_mean(ranks: Ranks, tmp_path: Path) -> None:
             torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
         assert metrics_of(folder, "valid_loss")
     assert find_model(output).step == output / "checkpoints" / "step_00000008"
+
+
+def load_flags(told: str) -> str:
+    """The flags that the tool printed to start a run."""
+    (line,) = [line for line in told.splitlines() if line.startswith("start a run from it with ")]
+    return line.removeprefix("start a run from it with ")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        EARLY_BIRD,
+        f"{DSR} --dsr-until 7 --dsr-threshold 0.01",
+        f"--grad-path samo+radius {RADIUS}",
+        "--grad-wire int8",
+    ],
+)
+def test_a_run_with_masks_goes_on_from_its_mean_by_the_line_that_is_printed(
+    ranks: Ranks, tmp_path: Path, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"{TINY} {NO_DROPOUT} {SAMO} {path} --save-interval 1"
+    ranks.run(2, train, flags, tmp_path / "run")
+    output = tmp_path / "mean"
+    capsys.readouterr()
+    assert main([str(tmp_path / "run"), "--last", "2", "--output", str(output)]) == 0
+    load = load_flags(capsys.readouterr().out)
+    folder = tmp_path / "next"
+    ranks.run(2, train, f"{flags} --train-iters 12 {load}", folder)
+    losses = metrics_of(folder)
+    assert len(losses) == 3 and losses[0] < metrics_of(tmp_path / "run")[0]
+    masks: list[dict[str, torch.Tensor]] = []
+    for step in (output / "checkpoints/step_00000009", folder / "checkpoints/step_00000010"):
+        with Checkpoint.open(step) as saved:
+            masks.append({name: saved.read(name) for name in saved.names("mask/")})
+    before, after = masks
+    assert before and before.keys() == after.keys()
+    for name, mask in before.items():
+        assert int(mask.count_nonzero()) < mask.numel()
+        assert torch.equal(after[name], mask) or "--dsr-interval" in path, name
+
+
+def test_one_mean_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each weight is read when those before it were written."""
+    for step in (1, 2):
+        masked_step(tmp_path / "run", step, torch.arange(30).view(6, 5) % 3 == 0)
+    events: list[str] = []
+    read, write = Checkpoint.read, Files.write
+
+    def reading(saved: Checkpoint, name: str) -> torch.Tensor:
+        if name.startswith(PARAM):
+            events.append(name)
+        return read(saved, name)
+
+    def writing(files: Files, descriptor: int, data: memoryview) -> int:
+        events.append("write")
+        return write(files, descriptor, data)
+
+    monkeypatch.setattr(Checkpoint, "read", reading)
+    monkeypatch.setattr(Files, "write", writing)
+    given = [str(tmp_path / "run"), "--last", "2", "--output", str(tmp_path / "mean")]
+    assert main(given) == 0
+    weights = [2 * [f"{PARAM}a.{kind}"] + ["write"] for kind in ("bias", "weight")]
+    # Before the weights, the header is written; after them the mask.
+    assert events[: 1 + 6] == ["write", *weights[0], *weights[1]]
+    assert set(events[7:]) == {"write"}
 
 
 def test_the_mean_of_one_step_generates_like_that_step(tmp_path: Path) -> None:
