@@ -140,7 +140,9 @@ def _weights(
         if values["model_type"] == LLAMA:
             found = from_llama(state, model)
         else:
-            found = from_gpt2(state, num_heads=model.num_attention_heads)
+            found = from_gpt2(
+                state, num_heads=model.num_attention_heads, hidden_size=model.hidden_size
+            )
             if not model.tied and _HEAD in state:
                 found["output_layer.weight"] = state[_HEAD]
     return found

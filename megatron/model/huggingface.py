@@ -58,7 +58,8 @@ def llama_parts(name: str, tensor: torch.Tensor, config: ModelConfig) -> tuple[t
 def from_llama(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
     """Convert the state of a LlamaForCausalLM to tensors by logical name.
 
-    Raises `CheckpointError` for a missing or an unknown tensor.
+    Raises `CheckpointError` for a missing or an unknown tensor, and for one that `config` gives
+    another shape so that it cannot be joined with others.
     """
     left = {name for name in state if not _LLAMA_BUFFER.fullmatch(name)}
     if config.tied:
@@ -76,10 +77,31 @@ def from_llama(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[s
                 )
             parts.append(state[theirs])
             left.discard(theirs)
+        if len(parts) > 1:
+            for theirs, part, rows in zip(
+                llama_names(name), parts, _part_rows(name, config), strict=True
+            ):
+                _check_shape(theirs, part, (rows, config.hidden_size))
         result[name] = _joined(name, parts, config)
     if left:
         raise CheckpointError(f"{min(left)}: not a tensor of a Llama as config.json has it")
     return result
+
+
+def _part_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
+    """Return the rows of each part of a logical tensor that has several."""
+    if name.endswith(".query_key_value.weight"):
+        keys = config.query_groups * config.head_dim
+        return config.num_attention_heads * config.head_dim, keys, keys
+    return config.ffn_size, config.ffn_size
+
+
+def _check_shape(theirs: str, tensor: torch.Tensor, wanted: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != wanted:
+        raise CheckpointError(
+            f"{theirs}: {tuple(tensor.shape)}, config.json makes it {wanted}; the two are not of "
+            "one model"
+        )
 
 
 def _joined(name: str, parts: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:
@@ -116,11 +138,13 @@ _HEAD = "lm_head.weight"
 _GPT2_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
-def from_gpt2(state: Mapping[str, torch.Tensor], *, num_heads: int) -> dict[str, torch.Tensor]:
+def from_gpt2(
+    state: Mapping[str, torch.Tensor], *, num_heads: int, hidden_size: int
+) -> dict[str, torch.Tensor]:
     """Convert the state of a GPT2LMHeadModel or GPT2Model to tensors by logical name.
 
     The output layer is omitted if it equals the token table (tied). Raises `CheckpointError` for a
-    tensor that GPT-2 does not have.
+    tensor that GPT-2 does not have, and for one that cannot be cut into `num_heads` heads.
     """
     result: dict[str, torch.Tensor] = {}
     for full_name, tensor in state.items():
@@ -135,6 +159,10 @@ def from_gpt2(state: Mapping[str, torch.Tensor], *, num_heads: int) -> dict[str,
         if ours.startswith("layers.") and tensor.ndim == 2:
             tensor = tensor.t()
         if ".query_key_value." in ours:
+            if tensor.ndim == 0 or tensor.shape[0] % (3 * num_heads):
+                vector = (3 * hidden_size,)
+                wanted = vector if name.endswith(".bias") else (hidden_size, *vector)
+                _check_shape(full_name, state[full_name], wanted)
             tensor = _interleave(tensor, 3, num_heads)
         result[ours] = tensor.contiguous()
     head, table = state.get(_HEAD), result.get("embedding.word_embeddings.weight")

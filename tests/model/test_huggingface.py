@@ -53,7 +53,7 @@ def test_logits_and_every_gradient_equal_gpt2() -> None:
 
 def test_weights_survive_the_round_trip() -> None:
     theirs = reference_model()
-    values = from_gpt2(theirs.state_dict(), num_heads=4)
+    values = from_gpt2(theirs.state_dict(), num_heads=4, hidden_size=48)
     assert "output_layer.weight" not in values
     back = to_gpt2(values, num_heads=4)
     assert back.keys() == theirs.state_dict().keys()
@@ -64,7 +64,7 @@ def test_weights_survive_the_round_trip() -> None:
 def test_foreign_weights_load_into_our_model() -> None:
     theirs = reference_model("sdpa")
     ours = small_model(seed=99)
-    ours.load_values(from_gpt2(theirs.state_dict(), num_heads=4))
+    ours.load_values(from_gpt2(theirs.state_dict(), num_heads=4, hidden_size=48))
     tokens = random_tokens()
     torch.testing.assert_close(
         ours(tokens)[..., :VOCAB], theirs(input_ids=tokens).logits, atol=1e-5, rtol=1e-5
@@ -74,14 +74,14 @@ def test_foreign_weights_load_into_our_model() -> None:
 def test_an_untied_head_is_kept() -> None:
     state = dict(reference_model().state_dict())
     state["lm_head.weight"] = state["lm_head.weight"] + 1
-    values = from_gpt2(state, num_heads=4)
+    values = from_gpt2(state, num_heads=4, hidden_size=48)
     assert torch.equal(values["output_layer.weight"], state["lm_head.weight"])
     assert torch.equal(to_gpt2(values, num_heads=4)["lm_head.weight"], state["lm_head.weight"])
 
 
 def test_what_gpt2_cannot_hold_is_refused() -> None:
     with pytest.raises(CheckpointError, match="model.layers.0.q_proj.weight"):
-        from_gpt2({"model.layers.0.q_proj.weight": torch.zeros(2, 2)}, num_heads=1)
+        from_gpt2({"model.layers.0.q_proj.weight": torch.zeros(2, 2)}, num_heads=1, hidden_size=2)
     with pytest.raises(CheckpointError, match="layers.0.attention.unknown.weight"):
         to_gpt2({"layers.0.attention.unknown.weight": torch.zeros(2, 2)}, num_heads=1)
     grouped = small_model(group_query_attention=True, num_query_groups=1)

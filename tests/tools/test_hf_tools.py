@@ -263,6 +263,28 @@ def hf_folder(tmp_path: Path, form: str, leave_out: str = "", **changed: Any) ->
         ("gpt2", "", {"n_layer": 10**9}, 2, "n_layer: 1000000000; must be a whole number"),
         ("gpt2", "", {"n_layer": 10**6}, 4, "config.json says 1000000 layers"),
         ("llama", "", {"num_hidden_layers": 10**6}, 4, "config.json says 1000000 layers"),
+        # As GPT-2 small's heads with GPT-2 medium's weights: 3 x 32 rows are not 7 heads.
+        (
+            "gpt2",
+            "",
+            {"n_embd": 42, "n_head": 7},
+            4,
+            "transformer.h.0.attn.c_attn.bias: (96,), config.json makes it (126,); the two",
+        ),
+        (
+            "llama",
+            "",
+            {"num_key_value_heads": 1},
+            4,
+            "model.layers.0.self_attn.k_proj.weight: (12, 32), config.json makes it (6, 32); the",
+        ),
+        (
+            "llama",
+            "",
+            {"intermediate_size": 47},
+            4,
+            "model.layers.0.mlp.gate_proj.weight: (48, 32), config.json makes it (47, 32); the two",
+        ),
     ],
 )
 def test_a_config_of_another_model_is_one_line(
@@ -434,7 +456,7 @@ def test_a_pruned_checkpoint_of_a_grid_is_exported_with_zeros(ranks: Ranks, tmp_
     from megatron.model.huggingface import from_gpt2
 
     state = load_file(tmp_path / "fp32" / "model.safetensors")
-    values = from_gpt2(state, num_heads=4)
+    values = from_gpt2(state, num_heads=4, hidden_size=32)
     pruned = 0
     with Checkpoint.open(step) as saved:
         for name, value in values.items():
