@@ -177,6 +177,9 @@ def _newest_good(run: Path, found: Standing, *, verify: bool) -> Manifest | None
         try:
             manifest = verify_folder(step.path, hashes=verify)
         except CheckpointError as error:
+            if not step.path.exists():
+                # The run removed it (--keep-last) because it has saved newer ones since.
+                return _newest_good(run, found, verify=verify)
             found.damaged.append(f"{step.path.name} ({error})")
             continue
         found.checkpoint, found.checkpoint_step = str(step.path), manifest.step

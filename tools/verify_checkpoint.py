@@ -2,9 +2,10 @@
 
     python tools/verify_checkpoint.py RUN | RUN/checkpoints | RUN/checkpoints/step_00000100
 
-Prints one line per checkpoint; `--verbose` also lists its files and tensors. Exit code 0 if all
-checkpoints verify, 4 if one does not or if there is none, 2 for wrong usage. Imports neither torch
-nor numpy, so it works on a login node.
+Prints one line per checkpoint; `--verbose` also lists its files and tensors. A checkpoint that the
+run removes meanwhile (--keep-last) is told and is no failure. Exit code 0 if all checkpoints
+verify, 4 if one does not or if there is none, 2 for wrong usage. Imports neither torch nor numpy,
+so it works on a login node.
 """
 
 from __future__ import annotations
@@ -58,18 +59,24 @@ def check(folder: Path, *, tables: bool) -> list[str]:
     listing = list_steps(directory)
     if not listing.committed and not listing.damaged:
         raise CheckpointError(f"{directory}: {alien(directory) or 'no checkpoint was committed'}")
-    problems = []
+    problems, removed = [], 0
     for step in reversed(listing.committed):
         try:
             report(step.path, verify_committed(step), tables=tables)
         except CheckpointError as error:
-            problems.append(str(error))
+            if step.path.exists():
+                problems.append(str(error))
+                continue
+            removed += 1
+            print(f"{step.path}: removed meanwhile, not checked")
     for path in listing.drafts:
         print(f"{path}: left by a save or a removal that did not finish, never loaded")
     for path in listing.damaged:
         print(f"{path}: set aside as damaged, not checked")
     if not listing.committed:
         problems.append(f"{directory}: every checkpoint was set aside as damaged")
+    elif removed == len(listing.committed):
+        problems.append(f"{directory}: every checkpoint was removed meanwhile; check again")
     return problems
 
 

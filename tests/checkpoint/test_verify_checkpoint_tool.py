@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.find import CommittedStep, verify_committed
+from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.store import LocalShard, of_rank, save_checkpoint, whole
+from tools import verify_checkpoint
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "verify_checkpoint.py"
 
@@ -62,6 +66,32 @@ def test_a_damaged_one_is_exit_4_and_one_line(run: Path) -> None:
     code, out, err = tool(run)
     assert code == 4 and "step 1 verifies" in out
     assert err.count("\n") == 1 and str(path) in err
+
+
+def remove_while_read(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let the run remove these steps each time before they are read."""
+
+    def verify(step: CommittedStep) -> Manifest:
+        if step.path.name in names:
+            shutil.rmtree(step.path)
+        return verify_committed(step)
+
+    monkeypatch.setattr(verify_checkpoint, "verify_committed", verify)
+
+
+def test_a_step_that_the_run_removes_meanwhile_is_no_failure(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run / "checkpoints"
+    remove_while_read(monkeypatch, "step_00000001")
+    assert verify_checkpoint.main([str(run)]) == 0
+    removed, verifies = capsys.readouterr().out.splitlines()
+    assert removed == f"{folder / 'step_00000001'}: removed meanwhile, not checked"
+    assert "step 2 verifies" in verifies
+    # Nothing that verifies is no success.
+    remove_while_read(monkeypatch, "step_00000002")
+    assert verify_checkpoint.main([str(run)]) == 4
+    assert "every checkpoint was removed meanwhile" in capsys.readouterr().err
 
 
 def test_set_aside_ones_are_told(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.store import save_checkpoint
+from megatron.checkpoint.verify import verify_folder
 from megatron.config import resolve
 from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
 from megatron.fault_tolerance.run_lock import LOCK, RunLock
@@ -84,6 +87,24 @@ def test_a_run_on_another_host_is_lost_once_it_is_silent(
     found = told(run, capsys)
     assert found["state"] == "lost" and found["heartbeat_age"] > 400
     assert "no sign of life for more than 120 s" in found["why"]
+
+
+def test_a_step_that_the_run_removes_while_it_is_read_is_not_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older steps go once a newer one is saved, as with --keep-last 1."""
+    folder = run / "checkpoints"
+
+    def verify(step: Path, *, hashes: bool) -> Manifest:
+        if step.name == "step_00000004":
+            save_checkpoint(folder, step=6, tensors={"param/x": torch.ones(3)}, state={})
+            for name in ("step_00000002", "step_00000004"):
+                shutil.rmtree(folder / name)
+        return verify_folder(step, hashes=hashes)
+
+    monkeypatch.setattr("tools.status.verify_folder", verify)
+    found = told(run, capsys)
+    assert found["checkpoint_step"] == 6 and not found["damaged"]
 
 
 @pytest.mark.parametrize(
