@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.find import CHECKPOINTS, find_checkpoint
+from megatron.checkpoint.find import CHECKPOINTS, find_checkpoint, recorded_directory
 from megatron.checkpoint.io import failing_as
 from megatron.checkpoint.verify import open_to_all, read_manifest
 from megatron.config import DataConfig, ModelConfig, parse
@@ -88,7 +88,7 @@ def find_model(place: Path, *, step: int | None = None) -> SavedModel:
     described = (
         None if run is None else parse(["--config", str(run / CONFIG)], paths=GRADIENT_PATHS)
     )
-    found = find_checkpoint(place, step=step, log=lambda text: print(text, file=sys.stderr))
+    found = find_step(place, step=step, log=lambda text: print(text, file=sys.stderr))
     if found is None:
         if described is None:
             raise ConfigError(f"{place}: no {CONFIG} there; give the folder of a run")
@@ -150,6 +150,23 @@ def run_folder(place: Path) -> Path | None:
     if place.parent.name == CHECKPOINTS:
         folders.append(place.parent.parent)
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def find_step(place: Path, *, step: int | None, log: Callable[[str], None]) -> Path | None:
+    """Return the step folder to read as `find_checkpoint` does; of a run, from where it saves.
+
+    Raises `CheckpointError` as `find_checkpoint` does, and if a run with --save has saved nothing.
+    """
+    recorded = recorded_directory(place)
+    if recorded == place / CHECKPOINTS or not (place / CONFIG).is_file():
+        return find_checkpoint(place, step=step, log=log)
+    found = find_checkpoint(recorded, step=step, log=log, literal=True)
+    if found is None:
+        raise CheckpointError(
+            f"{recorded}: no checkpoint was committed there, where {place} saves; train it first, "
+            "or give the folder of its checkpoints"
+        )
+    return found
 
 
 def _section(kind: type, name: str, identity: Mapping[str, Any]) -> Any:

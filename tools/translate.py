@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.find import find_checkpoint  # noqa: E402
 from megatron.checkpoint.io import failing_as  # noqa: E402
 from megatron.checkpoint.verify import open_to_all, read_manifest  # noqa: E402
 from megatron.closed_pipe import end_with_reader  # noqa: E402
@@ -47,7 +46,14 @@ from megatron.errors import (  # noqa: E402
 from megatron.tasks.translation import pair_paths  # noqa: E402
 from megatron.tasks.translation_config import TranslationConfig  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
-from tools.run_model import CONFIG, PARAM, check_shape, run_folder, weight_dtype  # noqa: E402
+from tools.run_model import (  # noqa: E402
+    CONFIG,
+    PARAM,
+    check_shape,
+    find_step,
+    run_folder,
+    weight_dtype,
+)
 
 if TYPE_CHECKING:
     from megatron.model.dc_transformer import DCTransformer
@@ -121,7 +127,7 @@ def find_translator(place: Path, *, step: int | None, data_path: str | None) -> 
         config = dataclasses.replace(config, data=data)
     if config.data.data_path is None:
         raise ConfigError(f"{run / CONFIG}: names no data; give --data-path")
-    found = find_checkpoint(place, step=step, log=_log)
+    found = find_step(place, step=step, log=_log)
     if found is None:
         raise CheckpointError(f"{place}: no checkpoint was committed there; train it first")
     identity = read_manifest(found).state.get("identity")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.find import ENVIRONMENT, SAVE
 from megatron.checkpoint.store import save_checkpoint
 from megatron.data.preprocess_pairs import PairPaths
 from tests.data.translation_data import ENGLISH, GERMAN, write_data
@@ -19,7 +21,7 @@ from tests.training.harness import train
 from tools.average_checkpoints import main as average
 from tools.bench.translation import run as bench
 from tools.run_model import CONFIG, PARAM
-from tools.translate import Translator, main
+from tools.translate import Translator, find_translator, main
 
 FLAGS = (
     "--encoder-layers 1 --decoder-layers 1 --embed-dim 32 --attention-heads 2 --dropout 0 "
@@ -62,6 +64,18 @@ def test_sentences_are_translated_line_by_line(
     monkeypatch.setattr("sys.stdin", stdin)
     assert main([str(trained[1]), "--beam", "1"]) == 0
     assert capsys.readouterr().out == f"{english}.\n"
+
+
+def test_the_checkpoints_of_a_run_are_where_it_saved_them(
+    trained: tuple[PairPaths, Path], tmp_path: Path
+) -> None:
+    run, saved = tmp_path / "run", tmp_path / "saved"
+    run.mkdir()
+    shutil.copy(trained[1] / CONFIG, run)
+    shutil.copytree(trained[1] / "checkpoints", saved)
+    (run / ENVIRONMENT).write_text(json.dumps({SAVE: str(saved)}))
+    found = find_translator(run, step=80, data_path=None)
+    assert found.step == saved / "step_00000080"
 
 
 def score(capsys: pytest.CaptureFixture[str], run: Path, *flags: str) -> dict[str, Any]:
