@@ -39,6 +39,20 @@ def alone(flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return start(sys.executable, SCRIPT, *flags.split(), cwd=cwd)
 
 
+def test_a_process_may_open_as_many_files_as_the_machine_grants(tmp_path: Path) -> None:
+    """A blend of 93 prefixes needs more than the usual 1024."""
+    code = (
+        "import resource\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))\n"
+        "from megatron.pretrain import begin\n"
+        "begin()\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
+    )
+    done = start(sys.executable, "-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_alone_with_the_default_run_folder(tmp_path: Path) -> None:
     done = alone(TINY, tmp_path)
     assert done.returncode == 0, done.stderr

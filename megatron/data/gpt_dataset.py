@@ -15,7 +15,13 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from megatron.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megatron.data.indexed_dataset import (
+    IndexedDataset,
+    bin_path,
+    idx_path,
+    is_out_of_files,
+    why_not_opened,
+)
 from megatron.errors import DataError
 
 Log = Callable[[str], None]
@@ -54,7 +60,7 @@ class IndexCache:
 
         `layout` has the shape and dtype of each array. `build` makes the arrays if the entry is
         missing or differs in any way from the description, which must name everything that the
-        values depend on.
+        values depend on. Raises `DataError` if this process has too many files open.
         """
         text = json.dumps(description, indent=4)
         digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
@@ -72,6 +78,8 @@ class IndexCache:
                 self._log(f"index cache: made {folder.parent} (elsewhere: --data-cache-path)")
             entry.store(arrays)
         except OSError as error:
+            if is_out_of_files(error):
+                raise DataError(f"{folder}: cannot be written: {why_not_opened(error)}") from error
             if not self._announced:
                 self._log(
                     f"index cache {folder}: cannot be written ({error.strerror}); continuing "
@@ -97,7 +105,10 @@ class _Entry:
             if self._path("description.txt").read_bytes() != self._text.encode():
                 return None
             return {name: self._map(name, *form) for name, form in self._layout.items()}
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if is_out_of_files(error):
+                # Built in memory, every entry of every rank would take its place.
+                raise DataError(f"{self._stem}: cannot be read: {why_not_opened(error)}") from error
             return None
 
     def store(self, arrays: Mapping[str, NDArray]) -> None:

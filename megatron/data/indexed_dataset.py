@@ -5,6 +5,7 @@ Byte-compatible with Megatron-LM's `MMapIndexedDataset`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -95,6 +96,21 @@ def pair_sizes(prefix: str | os.PathLike[str]) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+def is_out_of_files(error: Exception) -> bool:
+    """Return whether the process, or the machine, has as many files open as it may have."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def why_not_opened(error: OSError | ValueError) -> str:
+    """Return why a file of the data could not be opened or mapped, as an error message ends."""
+    if is_out_of_files(error):
+        return (
+            "too many open files; raise the limit (ulimit -n), or give fewer prefixes: each takes "
+            "up to 11 files"
+        )
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def check_header(prefix: str | os.PathLike[str]) -> None:
     """Raise `DataError` unless both files can be read and the `.idx` header fits its size.
 
@@ -120,7 +136,7 @@ def read_index(prefix: str | os.PathLike[str]) -> IndexTables:
     try:
         raw = np.memmap(path, dtype=np.uint8, mode="r", shape=(idx_size,)).view(np.ndarray)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be mapped: {error}") from error
+        raise DataError(f"{path}: cannot be mapped: {why_not_opened(error)}") from error
     lengths_end = HEADER.size + 4 * num_sequences
     pointers_end = lengths_end + 8 * num_sequences
     lengths = raw[HEADER.size : lengths_end].view("<i4")
@@ -142,7 +158,7 @@ def _read_header(path: Path, size: int) -> tuple[np.dtype, int, int]:
         with open(path, "rb") as file:
             header = file.read(HEADER.size)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {why_not_opened(error)}") from error
     if len(header) < HEADER.size:
         raise DataError(
             f"{path}: truncated: the header wants {HEADER.size} bytes, had {len(header)}"
@@ -276,7 +292,7 @@ class IndexedDataset:
             else:
                 self._file = os.open(self._path, os.O_RDONLY)
         except (OSError, ValueError) as error:
-            raise DataError(f"{self._path}: cannot be opened: {error}") from error
+            raise DataError(f"{self._path}: cannot be opened: {why_not_opened(error)}") from error
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)

@@ -109,6 +109,9 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Check signals, the main thread, status.json and the next rank every `TICK` seconds."""
         last = time.monotonic()
+        # Unlike `select.select`, it takes descriptors from 1024 on, which many connections lead to.
+        signals = select.poll()
+        signals.register(self._signals, select.POLLIN)
         while not self._ended.is_set():
             if self._causes.world_size == 1 and time.monotonic() - last > SLACK:
                 self._continued = time.monotonic()
@@ -118,7 +121,7 @@ class Watchdog(threading.Thread):
             self._look_at_main_thread()
             self._look_at_status()
             self._look_at_neighbour()
-            select.select([self._signals], [], [], TICK)
+            signals.poll(1000 * TICK)
 
     def _arm_timer(self) -> None:
         """Set the timer of faulthandler again and again, unless the main thread hangs.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +119,22 @@ def test_prefixes_without_weights_are_drawn_by_size(pairs: list[str]) -> None:
     built, told = _build(options, samples=(1000, 0, 0))
     assert len(_all(built.train)) >= 1000
     assert all("2.3" in line.rsplit(", ", 1)[1] for line in told), told
+
+
+@pytest.mark.parametrize("room", [1, 4, 7, 10, 16, 28])
+def test_a_blend_of_more_files_than_may_be_open_is_told(pairs: list[str], room: int) -> None:
+    """Wherever the limit is met: at an index, at the tokens, or at an entry of the cache."""
+    options = Options(data_path=tuple(pairs), split="8,1,1")
+    _build(options)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Listing them opens one more, and closes it.
+    most = len(os.listdir("/proc/self/fd")) - 1 + room
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"too many open files; raise the limit \(ulimit -n\)"):
+            _build(options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_sharing_a_file_is_warned_of(pairs: list[str]) -> None:
