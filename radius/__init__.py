@@ -13,7 +13,7 @@ resample, which sends everything and selects the entries of the next interval.
     bucket                one bucket: selection, residual, state in a checkpoint
     residual              gradients that were not sent: kept in a buffer, or dropped
     index                 the number of selected entries, and the choice of their index
-    bucket_index          the interface of an index, implemented by
+    bucket_index          the base classes of an index, stored by
       bitmap_index          one bit per entry, with kernels in Triton (`kernels`) or compiled for
                             a CPU (`native`), both tested against plain torch (`reference`), and by
       offset_index          int32 offsets within chunks that fit in cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ from megatron.sparse.reference import (
 from megatron.sparse.selection import LargestSelection, Selection
 from megatron.transfer import to_device
 from radius import reference
-from radius.bucket_index import BucketIndex
+from radius.bucket_index import BucketIndex, SentIndex
 from radius.native_library import native_library
 
 if TYPE_CHECKING:
@@ -82,10 +82,8 @@ CUDA_CHUNK = 64 * CHUNK
 """Entries of a bucket on a GPU that are expanded together for a rule without a fused kernel."""
 
 
-class BitmapIndexBase(ABC):
-    """A `SparseIndex` of the entries that `bits` marks."""
-
-    runs: Sequence[IndexRange] = ()
+class BitmapIndexBase(SentIndex):
+    """An index of the entries that `bits` marks, which kernels move."""
 
     def __init__(self, device: torch.device) -> None:
         self._kernels = _kernels_for(device)
@@ -96,23 +94,12 @@ class BitmapIndexBase(ABC):
     def bits(self) -> Bits:
         """Bitmap of the entries."""
 
-    @property
-    @abstractmethod
-    def numel(self) -> int:
-        """Number of the entries."""
-
     def gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the entries at the positions to `out`, of the same dtype."""
         self._kernels.compact(self.bits, flat, out)
-
-    def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Write the entries at the positions, times `scale`, to `out`, and zero them in `flat`."""
-        self._kernels.compact(self.bits, flat, out, scale=scale, clear=True)
 
     def expand(
         self, values: torch.Tensor, start: int, stop: int, *, scale: float = 1.0
     ) -> torch.Tensor:
-        """Return `values` times `scale` at positions in `[start, stop)`, and 0 elsewhere: fp32."""
         # Kernels begin at a group of blocks.
         first = start // (GROUP * BLOCK) * GROUP
         skipped = start - first * BLOCK
@@ -121,11 +108,9 @@ class BitmapIndexBase(ABC):
         return out[skipped:]
 
     def clear(self, flat: torch.Tensor) -> None:
-        """Set the entries at the positions to 0."""
         self._kernels.clear(self.bits, flat)
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Overwrite `flat`, of the same dtype, with the values at the positions and 0 elsewhere."""
         self._kernels.expand(self.bits, values, flat)
 
     def apply(
@@ -138,35 +123,37 @@ class BitmapIndexBase(ABC):
         *,
         factor: float,
     ) -> None:
-        """Apply an update rule as `SparseIndex.apply` says.
+        """Apply an update rule as `SentIndex.apply` does, or AdamW by a fused kernel.
 
-        A fused AdamW kernel reads the values without expanding them first, and decays the weights.
+        The kernel reads the values without expanding them first, and decays the weights.
         """
-        frozen = reduced.unselected == "frozen"
         fused = reduced.unselected in self._kernels.FUSED_ADAMW
         constants = rule.adamw if fused else None
-        if constants is not None:
-            self._kernels.adamw(
-                self.bits,
-                reduced.values,
-                reduced.steps_accumulated,
-                weight,
-                *moments,
-                factor=factor,
-                frozen=frozen,
-                lr=hyper.lr,
-                weight_decay=hyper.weight_decay,
-                betas=(constants.beta1, constants.beta2),
-                eps=constants.eps,
-                t=hyper.t,
-            )
-        elif frozen:
-            hyper = hyper.decay(weight)
-            self._apply_to_chosen(rule, reduced, weight, moments, hyper, factor)
-        else:
-            self._apply_to_all(rule, reduced, weight, moments, hyper, factor)
+        if constants is None:
+            super().apply(rule, reduced, weight, moments, hyper, factor=factor)
+            return
+        self._kernels.adamw(
+            self.bits,
+            reduced.values,
+            reduced.steps_accumulated,
+            weight,
+            *moments,
+            factor=factor,
+            frozen=reduced.unselected == "frozen",
+            lr=hyper.lr,
+            weight_decay=hyper.weight_decay,
+            betas=(constants.beta1, constants.beta2),
+            eps=constants.eps,
+            t=hyper.t,
+        )
 
-    def _apply_to_all(
+    def _expand_chunk(
+        self, values: torch.Tensor, start: int, grad: torch.Tensor, factor: float
+    ) -> None:
+        first = start // BLOCK
+        self._kernels.expand(self.bits, values, grad, first=first, scale=factor)
+
+    def _apply_to_sent(
         self,
         rule: UpdateRule,
         reduced: ReducedGrad,
@@ -175,33 +162,10 @@ class BitmapIndexBase(ABC):
         hyper: Hyper,
         factor: float,
     ) -> None:
-        """Apply the rule to every chunk, with values expanded among zeros just before."""
-        assert reduced.steps_accumulated is None, "sums of several steps belong to frozen rests"
-        bits, length = self.bits, weight.numel()
-        scratch = torch.empty(min(self._chunk, length), dtype=torch.float32, device=weight.device)
-        for start in range(0, length, self._chunk):
-            cut = slice(start, min(start + self._chunk, length))
-            grad = scratch[: cut.stop - start]
-            first = start // BLOCK
-            self._kernels.expand(bits, reduced.values, grad, first=first, scale=factor)
-            rule.apply(weight[cut], grad, [moment[cut] for moment in moments], hyper)
-
-    def _apply_to_chosen(
-        self,
-        rule: UpdateRule,
-        reduced: ReducedGrad,
-        weight: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        hyper: Hyper,
-        factor: float,
-    ) -> None:
-        """Apply the rule to the selected entries only: gather, update, scatter.
-
-        On a CPU this happens piece by piece, within cache. On a GPU the bucket is one piece, since
-        the host would have to wait for the number of entries in each piece.
-        """
         bits, at = self.bits, 0
         length = weight.numel()
+        # On a CPU piece by piece, within cache. On a GPU the bucket is one piece, since the host
+        # would have to wait for the number of entries in each piece.
         # Half a chunk, so that copies of all states of a piece that is sent whole stay in cache.
         together = CHUNK // 2 if weight.device.type == "cpu" else length
         for start in range(0, length, together):
@@ -383,10 +347,6 @@ class BitmapIndex(BitmapIndexBase, BucketIndex):
         self._kernels.clear_range(self.bits, flat, start, start + length)
 
     def packed(self, start: int, length: int) -> torch.Tensor:
-        """Return the selection in `[start, start + length)`: uint8 on the CPU, bit 7 first.
-
-        `start` must be a multiple of 8.
-        """
         assert start % 8 == 0
         octets = self._words.view(torch.uint8).view(-1)[start // 8 : -(-(start + length) // 8)]
         octets = octets.cpu().clone()

@@ -25,18 +25,14 @@ LEAST = 1e-38
 """Replacement for a beta2 of 0, which has no logarithm."""
 
 
-def compact(
-    bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False
-) -> None:
-    """Compact as `reference.compact` does, in one pass, `clear` included."""
-    options = {"TAKE": True, "SCALE": scale != 1.0, "CLEAR": clear}
-    launch_moving(_compact, bits, bits.blocks, flat, out, scale, 0, **options)
+def compact(bits: Bits, flat: torch.Tensor, out: torch.Tensor) -> None:
+    """Compact as `reference.compact` does."""
+    launch_moving(_compact, bits, bits.blocks, flat, out, 0, CLEAR=False)
 
 
 def clear(bits: Bits, flat: torch.Tensor) -> None:
     """Clear as `reference.clear` does."""
-    options = {"TAKE": False, "SCALE": False, "CLEAR": True}
-    launch_moving(_compact, bits, bits.blocks, flat, flat, 1.0, 0, **options)
+    launch_moving(_compact, bits, bits.blocks, flat, flat, 0, CLEAR=True)
 
 
 def clear_range(bits: Bits, flat: torch.Tensor, start: int, stop: int) -> None:
@@ -121,10 +117,7 @@ def _compact(
     patches,
     flat,
     out,
-    scale,
     apart,
-    TAKE: tl.constexpr,
-    SCALE: tl.constexpr,
     CLEAR: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -133,13 +126,11 @@ def _compact(
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     chosen, place = chosen_entries(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
     source = flat + first * WORDS * 32 + tl.arange(0, BLOCKS * WORDS * 32) + apart
-    if TAKE:
-        value = tl.load(source, mask=chosen)
-        if SCALE:
-            value = (value.to(tl.float32) * scale).to(out.dtype.element_ty)
-        tl.store(out + tl.load(offsets + first) + place, value, mask=chosen)
     if CLEAR:
         tl.store(source, tl.zeros((BLOCKS * WORDS * 32,), flat.dtype.element_ty), mask=chosen)
+    else:
+        value = tl.load(source, mask=chosen)
+        tl.store(out + tl.load(offsets + first) + place, value, mask=chosen)
 
 
 @triton.jit(do_not_specialize=["first_block", "start", "stop", "apart"])

@@ -41,16 +41,12 @@ def using(instruction_set: str) -> Iterator[None]:
         _in_use.reset(token)
 
 
-def compact(
-    bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False
-) -> None:
+def compact(bits: Bits, flat: torch.Tensor, out: torch.Tensor) -> None:
     """Compact as `reference.compact` does."""
     if flat.element_size() not in SIZES:
-        reference.compact(bits, flat, out, scale=scale, clear=clear)
+        reference.compact(bits, flat, out)
         return
-    _compact(bits, flat, out, clear=clear)
-    if scale != 1.0:
-        torch.mul(out, scale, out=out)
+    _compact(bits, flat, out)
 
 
 def clear(bits: Bits, flat: torch.Tensor) -> None:
@@ -58,7 +54,7 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
     if flat.element_size() not in SIZES:
         reference.clear(bits, flat)
         return
-    _compact(bits, flat, None, clear=True)
+    _compact(bits, flat, None)
 
 
 def clear_range(bits: Bits, flat: torch.Tensor, start: int, stop: int) -> None:
@@ -135,12 +131,13 @@ def count_blocks(words: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-def _compact(bits: Bits, flat: torch.Tensor, out: torch.Tensor | None, *, clear: bool) -> None:
+def _compact(bits: Bits, flat: torch.Tensor, out: torch.Tensor | None) -> None:
+    """Write the selected entries of `flat` to `out`; None: set them to 0."""
     count = flat.numel() if out is None else out.numel()
     _require(flat.numel() <= bits.blocks * BLOCK and (out is None or out.dtype == flat.dtype))
     done = _library.sparsetron_compact(
         *(_in_use.get(), _at(bits.words), _at(bits.patch), _at(bits.patches)),
-        *(_at(flat), flat.numel(), _at(out), count, flat.element_size(), clear),
+        *(_at(flat), flat.numel(), _at(out), count, flat.element_size(), out is None),
     )
     _require(done >= 0 and (out is None or done == count))
 

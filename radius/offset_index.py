@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 
 from megatron.data_parallel.reducer import IndexRange, ReducedGrad
 from megatron.sparse.selection import CHUNK, Selection
-from radius.bucket_index import BucketIndex
+from radius.bucket_index import BucketIndex, SentIndex
 
 if TYPE_CHECKING:
     from megatron.optimizer.update_rules import Hyper, UpdateRule
@@ -44,10 +44,10 @@ class OffsetPiece:
         return flat[self.start : self.stop]
 
 
-class OffsetIndexBase(ABC):
-    """A `SparseIndex` that works chunk by chunk."""
+class OffsetIndexBase(SentIndex):
+    """An index whose entries are moved by torch, chunk by chunk."""
 
-    runs: Sequence[IndexRange] = ()
+    _chunk = CHUNK
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -62,25 +62,10 @@ class OffsetIndexBase(ABC):
         return self.pieces[-1].values.stop if self.pieces else 0
 
     def gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the entries at the positions to `out`, of the same dtype."""
         for piece in self.pieces:
             _gather(piece, flat, out[piece.values])
 
-    def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Write the entries, which must be finite, times `scale` to `out`; zero them in `flat`."""
-        for piece in self.pieces:
-            part, values = piece.of(flat), out[piece.values]
-            _gather(piece, flat, values)
-            if piece.offsets is None:
-                part.zero_()
-            else:
-                # A finite number minus itself is 0, which takes two thirds of the time of a fill.
-                part.index_add_(0, piece.offsets, values, alpha=-1)
-        if scale != 1.0:
-            out.mul_(scale)
-
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Overwrite `flat`, of the same dtype, with the values at the positions and 0 elsewhere."""
         flat.zero_()
         for piece in self.pieces:
             part, mine = piece.of(flat), values[piece.values]
@@ -92,15 +77,8 @@ class OffsetIndexBase(ABC):
     def expand(
         self, values: torch.Tensor, start: int, stop: int, *, scale: float = 1.0
     ) -> torch.Tensor:
-        """Return `values` times `scale` at positions in `[start, stop)`, and 0 elsewhere: fp32."""
         out = torch.zeros(stop - start)
-        pieces = self.pieces
-        # Chunks ascend, but stops do not: offsets end with their chunk, beyond a run after them.
-        first_here = bisect_left(pieces, start // CHUNK, key=lambda p: p.start // CHUNK)
-        for number in range(first_here, len(pieces)):
-            piece = pieces[number]
-            if piece.start >= stop:
-                break
+        for piece in self._pieces_from(start, stop):
             if piece.stop <= start:
                 continue
             bounds = max(start - piece.start, 0), min(stop, piece.stop) - piece.start
@@ -115,49 +93,28 @@ class OffsetIndexBase(ABC):
         return out if scale == 1.0 else out.mul_(scale)
 
     def clear(self, flat: torch.Tensor) -> None:
-        """Set the entries at the positions to 0, including non-finite ones."""
         for piece in self.pieces:
             if piece.offsets is None:
                 piece.of(flat).zero_()
             else:
                 piece.of(flat).index_fill_(0, piece.offsets.long(), 0.0)
 
-    def apply(
-        self,
-        rule: UpdateRule,
-        reduced: ReducedGrad,
-        weight: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        hyper: Hyper,
-        *,
-        factor: float,
-    ) -> None:
-        """Apply an update rule as `SparseIndex.apply` says."""
-        if reduced.unselected == "frozen":
-            hyper = hyper.decay(weight)
-            self._apply_to_sent(rule, reduced, weight, moments, hyper, factor)
-        else:
-            assert reduced.steps_accumulated is None, "sums of several steps belong to frozen rests"
-            self._apply_to_all(rule, reduced.values, weight, moments, hyper, factor)
+    def _pieces_from(self, start: int, stop: int) -> Iterator[OffsetPiece]:
+        """Yield the pieces that begin before `stop`, and not before the chunk of `start`."""
+        pieces = self.pieces
+        # Chunks ascend, but stops do not: offsets end with their chunk, beyond a run after them.
+        first = bisect_left(pieces, start // CHUNK, key=lambda p: p.start // CHUNK)
+        for number in range(first, len(pieces)):
+            if pieces[number].start >= stop:
+                return
+            yield pieces[number]
 
-    def _apply_to_all(
-        self,
-        rule: UpdateRule,
-        values: torch.Tensor,
-        weight: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        hyper: Hyper,
-        factor: float,
+    def _expand_chunk(
+        self, values: torch.Tensor, start: int, grad: torch.Tensor, factor: float
     ) -> None:
-        """Apply the rule to every chunk, with values expanded among zeros just before."""
-        scratch = torch.empty(min(CHUNK, self.length))
-        pieces = list(reversed(self.pieces))
-        for start in range(0, self.length, CHUNK):
-            cut = slice(start, min(start + CHUNK, self.length))
-            grad = scratch[: cut.stop - start].zero_()
-            while pieces and pieces[-1].start < cut.stop:
-                _place(pieces.pop(), values, grad, start, factor)
-            rule.apply(weight[cut], grad, [moment[cut] for moment in moments], hyper)
+        grad.zero_()
+        for piece in self._pieces_from(start, start + grad.numel()):
+            _place(piece, values, grad, start, factor)
 
     def _apply_to_sent(
         self,
@@ -168,7 +125,6 @@ class OffsetIndexBase(ABC):
         hyper: Hyper,
         factor: float,
     ) -> None:
-        """Apply the rule to the sent entries only: gather, update, scatter."""
         states = (weight, *moments)
         for piece in self.pieces:
             grad = reduced.values[piece.values].float() * factor
@@ -273,7 +229,6 @@ class OffsetIndex(OffsetIndexBase, BucketIndex):
         return count, _ones(before & self.packed(first, length)) - outside
 
     def packed(self, start: int, length: int) -> torch.Tensor:
-        """Return the selection in `[start, start + length)`: uint8, bit 7 first, as numpy packs."""
         out = torch.empty(-(-length // 8), dtype=torch.uint8)
         for done in range(0, length, CHUNK):
             here = start + done, min(CHUNK, length - done)

@@ -22,19 +22,10 @@ FUSED_ADAMW: tuple[str, ...] = ()
 """Values of `ReducedGrad.unselected` for which there is an AdamW kernel."""
 
 
-def compact(
-    bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False
-) -> None:
-    """Write the selected entries of `flat`, times `scale`, to `out`, which has the same dtype.
-
-    With `clear`, also set the selected entries of `flat` to 0.
-    """
+def compact(bits: Bits, flat: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the selected entries of `flat` to `out`, as many and of the same dtype."""
     for piece, at, values in _pieces(bits, flat, out):
         torch.index_select(piece, 0, at, out=values)
-        if clear:
-            piece.index_fill_(0, at, 0)
-    if scale != 1.0:
-        out.copy_(out.float() * scale)
 
 
 def clear(bits: Bits, flat: torch.Tensor) -> None:

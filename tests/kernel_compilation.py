@@ -145,8 +145,7 @@ def launch_moving(dtype: torch.dtype) -> None:
     values = torch.zeros(2 * GROUP * BLOCK, dtype=dtype)
     state = values.float()
     for bits in some_bits(dtype):
-        for scale, clear in product((1.0, 0.5), (False, True)):
-            radius.kernels.compact(bits, values, values, scale=scale, clear=clear)
+        radius.kernels.compact(bits, values, values)
         radius.kernels.clear(bits, values)
         radius.kernels.clear_range(bits, values, 5, bits.length - 3)
         out = values[:1].expand(bits.length)

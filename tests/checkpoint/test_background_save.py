@@ -194,7 +194,7 @@ def on_rank_nan(groups: ProcessGroups, run_dir: Path) -> int:
     """Step 2 is still being saved when the numbers of step 3 turn out wrong."""
     trainer = make_trainer(groups, f"{FLAGS} --async-save --max-skipped-steps 1", run_dir)
     saver_of(trainer).files = SlowFiles()
-    scatter = trainer.optimizer.loaded
+    scatter = trainer.optimizer.finish_load
 
     def save(progress: Any, *, wait: bool) -> None:
         Checkpointer.save(saver_of(trainer), progress, wait=wait)

@@ -70,7 +70,6 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
                 rest: Literal["zero", "frozen"] = "frozen" if chosen.runs else "zero"
                 counts = torch.ones_like(out) if rest == "frozen" else None
                 chosen.gather(values, out)
-                chosen.take(values.clone(), out, scale=0.5)
                 chosen.clear(values.clone())
                 reduced = ReducedGrad(
                     values=out, index=chosen, unselected=rest, steps_accumulated=counts
@@ -87,16 +86,17 @@ def test_more_entries_than_32_bits_count(device: torch.device) -> None:
     index = BitmapIndex(length, device)
     index.choose(0, select_largest(values, length // 10))
     assert index.numel == int(index.bits.counts.sum()) == length // 10
-    taken = torch.empty(index.numel, device=device)
-    index.take(values, taken, scale=-1.0)
+    sent = torch.empty(index.numel, device=device)
+    index.gather(values, sent)
+    index.clear(values)
     left = max(float(piece.abs().max()) for piece in values.split(2**28))
-    assert left <= float(taken.abs().min())
+    assert left <= float(sent.abs().min())
     last = values[-1000:].clone()
     index.choose(length - 1000, select_largest(last, 10))
     index.clear(values)
     assert int((values[-1000:] != last).sum()) == 10
     weight, mean, square = (torch.zeros(length, device=device) for _ in range(3))
-    reduced = ReducedGrad(values=taken[: index.numel], index=index)
+    reduced = ReducedGrad(values=sent[: index.numel], index=index)
     index.apply(RULE, reduced, weight, (mean, square), HYPER, factor=1.0)
     moved = sum(int(piece.count_nonzero()) for piece in weight.split(2**28))
     assert moved == index.numel

@@ -126,14 +126,15 @@ def test_entries_chosen_again_are_counted(start: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_take_and_clear_leave_zeros(dtype: torch.dtype) -> None:
+def test_gather_reads_and_clear_leaves_zeros(dtype: torch.dtype) -> None:
     index, model = filled()
     flat = torch.randn(LENGTH).to(dtype)
-    taken, cleared, out = flat.clone(), flat.clone(), flat.new_empty(index.numel)
-    index.take(taken, out, scale=0.25)
-    index.clear(cleared)
-    assert torch.equal(out, flat[model] * 0.25)
-    assert torch.equal(taken, flat * ~model) and torch.equal(cleared, taken)
+    left, out = flat.clone(), flat.new_empty(index.numel)
+    index.gather(left, out)
+    assert torch.equal(out, flat[model]) and torch.equal(left, flat)
+    left[model.nonzero()[::3]] = torch.nan
+    index.clear(left)
+    assert torch.equal(left, flat.masked_fill(model, 0.0))
 
 
 RANGES = [

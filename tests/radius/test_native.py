@@ -107,21 +107,18 @@ def assert_every_kernel_equals_plain_torch(
     bits = bits_of(length, share, flushed=flushed)
     numel = int(bits.counts.sum())
     flat = (torch.randn(length) * 100).to(dtype)
-    scales = (1.0, 0.37) if dtype.is_floating_point else (1.0,)
-    for clear in (False, True):
-        for scale in scales:
-            wanted, left = flat.new_empty(numel), flat.clone()
-            reference.compact(bits, left, wanted, scale=scale, clear=clear)
-            found, around = guarded(torch.zeros(numel, dtype=dtype))
-            mine, beside = guarded(flat)
-            native.compact(bits, mine, found, scale=scale, clear=clear)
-            assert torch.equal(found, wanted) and torch.equal(mine, left)
-            assert_untouched(around, beside)
+    wanted = flat.new_empty(numel)
+    reference.compact(bits, flat, wanted)
+    found, around = guarded(torch.zeros(numel, dtype=dtype))
     mine, beside = guarded(flat)
+    native.compact(bits, mine, found)
+    assert torch.equal(found, wanted) and torch.equal(mine, flat)
+    assert_untouched(around, beside)
     native.clear(bits, mine)
     left = flat.clone()
     reference.clear(bits, left)
     assert torch.equal(mine, left)
+    assert_untouched(beside)
     for start, stop in ((0, length), (length // 3, length // 2), (length // 5, length)):
         mine, beside = guarded(flat)
         native.clear_range(bits, mine, start, stop)
@@ -138,6 +135,7 @@ def assert_every_kernel_equals_plain_torch(
         getattr(native, name)(bits, values, mine)
         assert torch.equal(mine, wanted)
         assert_untouched(beside)
+    scales = (1.0, 0.37) if dtype.is_floating_point else (1.0,)
     for first in range(0, -(-length // BLOCK), GROUP):
         part = flat[first * BLOCK : (first + GROUP) * BLOCK + 100]
         for scale in scales:
@@ -168,9 +166,11 @@ def test_what_is_not_finite_is_moved_and_cleared(instruction_set: str) -> None:
     bits = bits_of(odd.numel(), 0.5, flushed=False)
     wanted, found = torch.empty(2, int(bits.counts.sum())).unbind()
     left, mine = odd.clone(), odd.clone()
-    reference.compact(bits, left, wanted, clear=True)
+    reference.compact(bits, left, wanted)
+    reference.clear(bits, left)
     with using(instruction_set):
-        native.compact(bits, mine, found, clear=True)
+        native.compact(bits, mine, found)
+        native.clear(bits, mine)
     assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
     assert torch.equal(mine.view(torch.int32), left.view(torch.int32))
 

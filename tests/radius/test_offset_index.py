@@ -64,7 +64,7 @@ def mask_of(index: OffsetIndex) -> torch.Tensor:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block", [1, 64])
-def test_gather_take_and_clear_are_those_of_booleans(
+def test_gather_and_clear_are_those_of_booleans(
     length: int, dtype: torch.dtype, block: int
 ) -> None:
     index, chosen = filled(length, block=block)
@@ -73,11 +73,7 @@ def test_gather_take_and_clear_are_those_of_booleans(
     out = torch.empty(index.numel, dtype=dtype)
     index.gather(flat, out)
     assert torch.equal(out, flat[chosen])
-    taken, left = torch.empty_like(out), flat.clone()
-    index.take(left, taken, scale=0.5)
-    assert torch.equal(taken, flat[chosen] * 0.5)
     wanted = flat.masked_fill(chosen, 0.0)
-    assert torch.equal(left, wanted)
     flat[chosen.nonzero()[::3]] = torch.nan
     index.clear(flat)
     assert torch.equal(flat, wanted)
@@ -159,9 +155,8 @@ def test_flushed_ranges_are_sent_whole_beside_what_is_chosen(length: int, ranges
     assert [(run.start, run.stop) for run in flushed.runs] == [r for r in ranges if r[0] < r[1]]
     for run in flushed.runs:
         assert torch.equal(values[run.values], flat[run.start : run.stop])
-    taken = torch.empty_like(values)
-    flushed.take(flat, taken)
-    assert torch.equal(taken, values) and not flat[chosen].any() and flat[~chosen].all()
+    flushed.clear(flat)
+    assert not flat[chosen].any() and flat[~chosen].all()
 
 
 @pytest.mark.parametrize("length", [64, CHUNK + 64])

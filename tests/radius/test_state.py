@@ -71,7 +71,7 @@ def on_rank_taken_over(
     for kind, name, tensor in toy.optimizer.tensors():
         tensor.copy_(optimizer[kind, name])
     toy.optimizer.applied = left_at
-    toy.optimizer.loaded()
+    toy.optimizer.finish_load()
     reducer_of(toy).load_state_tensors(own, shared)
     pending = toy.residual()
     for number in range(left_at, steps):

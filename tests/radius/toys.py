@@ -67,7 +67,7 @@ def moved(source: Toy, target: Toy, own: dict[str, torch.Tensor]) -> None:
     for kind, name, tensor in target.optimizer.tensors():
         tensor.copy_(saved[kind, name])
     target.optimizer.applied = source.optimizer.applied
-    target.optimizer.loaded()
+    target.optimizer.finish_load()
     reducer_of(target).load_state_tensors(own, source.shared())
 
 

@@ -358,7 +358,7 @@ def on_rank_first_after_a_reset(
             t.any() for kind, _, t in optimizer.tensors() if kind != "param"
         )
         # The rewiring that follows the update would change which entries there are.
-        rewire, optimizer.rewire = optimizer.rewire, lambda: None
+        rewire, optimizer.update_masks = optimizer.update_masks, lambda: None
         trainer.train_step()
         if fresh:
             lr = trainer.config.optimizer.lr
@@ -372,7 +372,7 @@ def on_rank_first_after_a_reset(
             )
             found.append((optimizer.applied, float(moved[moved > 0].median())))
         rewire()
-        optimizer.rewire = rewire
+        optimizer.update_masks = rewire
     trainer.engine.detach()
     trainer.metrics.close()
     return found

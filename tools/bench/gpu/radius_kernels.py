@@ -61,11 +61,12 @@ class _RadiusBucket:
     def gather_by_mask(self) -> None:
         self.values = self.states.grad[self.mask]
 
-    def take(self) -> None:
-        self.index.take(self.states.grad, self.values, scale=0.5)
+    def gather_and_clear(self) -> None:
+        self.index.gather(self.states.grad, self.values)
+        self.index.clear(self.states.grad)
 
-    def take_by_mask(self) -> None:
-        self.values = self.states.grad[self.mask].mul_(0.5)
+    def gather_and_clear_by_mask(self) -> None:
+        self.values = self.states.grad[self.mask]
         self.states.grad.masked_fill_(self.mask, 0.0)
 
     def expand(self) -> None:
@@ -122,11 +123,11 @@ PASSES = [
         _RadiusBucket.gather_by_mask,
     ),
     KernelPass(
-        "gather, scale, clear",
-        lambda d: 8 * met(d, 4) + 4 * d + BITS,
-        _RadiusBucket.take,
-        "g[mask] * s, masked_fill_",
-        _RadiusBucket.take_by_mask,
+        "gather, then clear",
+        lambda d: 8 * met(d, 4) + 4 * d + 2 * BITS,
+        _RadiusBucket.gather_and_clear,
+        "g[mask], masked_fill_",
+        _RadiusBucket.gather_and_clear_by_mask,
     ),
     KernelPass(
         "expand",

@@ -3,9 +3,9 @@
     python -m tools.bench.native_kernels.run --out FOLDER        a minute, one thread, 1 GB
 
 By density, nanoseconds for each entry of a bucket, chosen or not: to gather what is sent; to take
-it, which leaves zeros; to place it chunk by chunk for an update rule that then does nothing. In C
-by a bitmap, in torch by int32 offsets; they take turns. Writes README.md and results.json where
-the best instruction set is AVX-512, avx2.md and avx2.json where it is AVX2.
+it, which is to gather it and then to clear it; to place it chunk by chunk for an update rule that
+then does nothing. In C by a bitmap, in torch by int32 offsets; they take turns. Writes README.md
+and results.json where the best instruction set is AVX-512, avx2.md and avx2.json where it is AVX2.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ class Mover:
         self.index.gather(self._flat, self.values)
 
     def take(self) -> None:
-        """Gather, and set the gathered entries to zero."""
-        self.index.take(self._left, self.values)
+        """Gather, and then set the gathered entries to zero."""
+        self.index.gather(self._left, self.values)
+        self.index.clear(self._left)
 
     def place(self) -> None:
         """Pass `values` to an update rule, chunk by chunk, with zeros elsewhere."""
