@@ -299,13 +299,15 @@ def test_only_the_time_in_which_the_watchdog_runs_counts(
     guard = watchdog.Watchdog(beat, causes, limit=0.1)
     left = list(pauses)
 
-    def pause(*_: object) -> None:
+    def pause(milliseconds: float) -> None:
         nonlocal now
         now += left.pop(0)
         if not left:
             guard._ended.set()
 
-    monkeypatch.setattr(watchdog, "select", SimpleNamespace(select=pause))
+    polling = SimpleNamespace(register=lambda *_: None, poll=pause)
+    select = SimpleNamespace(poll=lambda: polling, POLLIN=1)
+    monkeypatch.setattr(watchdog, "select", select)
     monkeypatch.setattr(guard, "_end", guard._ended.set)
     guard.run()
     guard._signals.close()
