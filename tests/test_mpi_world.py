@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,10 +28,13 @@ MPI.Finalize = finalize_and_linger
 leave_mpi(int(sys.argv[1]))
 """
 MEETING = """
+import sys
+from pathlib import Path
 from megatron.launch import detect_launch, leave_mpi, with_master
 
 launch = with_master(detect_launch(), seconds=60)
-print(launch.master_addr, launch.master_port)
+# Lines of ranks that print at the same time may run into each other.
+Path(sys.argv[1], str(launch.rank)).write_text(f"{launch.master_addr} {launch.master_port}")
 leave_mpi(0)
 """
 
@@ -57,11 +61,11 @@ def mpi(program: str, *arguments: str, **more: str) -> subprocess.CompletedProce
     ],
 )
 def test_half_a_meeting_place_is_completed(
-    given: dict[str, str], address: str, port: str | None
+    given: dict[str, str], address: str, port: str | None, tmp_path: Path
 ) -> None:
-    done = mpi(MEETING, **given)
+    done = mpi(MEETING, str(tmp_path), **given)
     assert done.returncode == 0, done.stdout + done.stderr
-    places = [line.split() for line in done.stdout.splitlines()]
+    places = [told.read_text().split() for told in sorted(tmp_path.iterdir())]
     assert len(places) == 3 and all(place == places[0] for place in places)
     assert places[0][0] == address and port in (None, places[0][1])
 
