@@ -310,7 +310,7 @@ def run(
                     write_pictures(run_dir, metrics)
                 metrics.close()
 
-            groups.outlast(close_metrics)
+            groups.run_beyond_timeout(close_metrics)
             trainer.pipeline.transport.close()
         except BaseException as error:
             # Report before anything is closed, since closing may take long.

@@ -102,7 +102,7 @@ class SamoPath(GradientPath):
         return PathParts(
             layout=layout,
             reducer=reducer,
-            mask_updater=_rewirer(config, infos, layout, parts, make_layout, fresh=fresh),
+            mask_updater=_mask_updater(config, infos, layout, parts, make_layout, fresh=fresh),
             notes=tuple(_notes(config, infos, layout, parts)),
         )
 
@@ -199,7 +199,7 @@ def _why_radius_never_begins(config: Config) -> Callable[[int, int], str]:
     return partial(why_no_resample, start=start, interval=radius.radius_interval)
 
 
-def _rewirer(
+def _mask_updater(
     config: Config,
     infos: Sequence[ParamInfo],
     layout: CompressedLayout,

@@ -362,7 +362,7 @@ class ProcessGroups:
             group.all_reduce(value, dist.ReduceOp.MAX, about=about)
         return value
 
-    def outlast(self, work: Callable[[], T]) -> T:
+    def run_beyond_timeout(self, work: Callable[[], T]) -> T:
         """Run `work` on each rank, and return its result once all ranks have finished.
 
         `work` may take longer than the timeout of a collective, as indexing a large corpus does: it
@@ -378,7 +378,7 @@ class ProcessGroups:
                 mine.set_exception(error)
 
         # Not a pool, which would wait for its thread even after the loss of a rank.
-        threading.Thread(target=call, name="outlast", daemon=True).start()
+        threading.Thread(target=call, name="beyond-timeout", daemon=True).start()
         is_busy = True
         while is_busy:
             wait([mine], timeout=ASKING_SECONDS)

@@ -197,7 +197,7 @@ class LoadedGPT:
         # Rank 0 builds the data sets first and fills the index cache, which may take longer than
         # the timeout of a collective.
         mine = groups.world.raise_on_all_ranks(
-            lambda: groups.outlast(lambda: build() if groups.world.rank == 0 else None)
+            lambda: groups.run_beyond_timeout(lambda: build() if groups.world.rank == 0 else None)
         )
         sets = groups.world.raise_on_all_ranks(lambda: mine or build())
 

@@ -75,7 +75,7 @@ def on_rank_outlasting(groups: ProcessGroups, bad_rank: int) -> str:
         return rank
 
     try:
-        answer = f"fine {groups.world.raise_on_all_ranks(lambda: groups.outlast(work))}"
+        answer = f"fine {groups.world.raise_on_all_ranks(lambda: groups.run_beyond_timeout(work))}"
     except DataError as error:
         answer = f"{error.exit_code} {error}"
     return answer if len(asked) >= 3 else f"{answer}, asked {len(asked)} times"
