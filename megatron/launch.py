@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -55,7 +55,8 @@ START_RIGHT = (
 class Launch:
     """The rank and the world size that the launcher gave this process.
 
-    `launcher` is torchrun, srun, mpiexec or none.
+    `launcher` is torchrun, srun, mpiexec or none. `began` is when the process asked, on the
+    monotonic clock.
     """
 
     launcher: str
@@ -65,6 +66,7 @@ class Launch:
     local_world_size: int
     master_addr: str | None = None
     master_port: int | None = None
+    began: float = field(default_factory=time.monotonic, compare=False)
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:

@@ -34,7 +34,7 @@ from megatron.fault_tolerance.failures import Failures
 from megatron.fault_tolerance.flight_recorder import set_recorder_variables
 from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
 from megatron.fault_tolerance.run_lock import check_free
-from megatron.fault_tolerance.watchdog import Watchdog, before_abort
+from megatron.fault_tolerance.watchdog import EXIT_INTERRUPTED, Watchdog, before_abort
 from megatron.launch import (
     Launch,
     Runtime,
@@ -182,6 +182,10 @@ def _pretrain(
         if launch.world_size == launch.local_world_size:
             check_free(run_dir)
         return run(task, paths, config, launch, run_dir, failures, held)
+    except KeyboardInterrupt:
+        # Before a run notes its signals, while ranks meet and torch is imported.
+        print("interrupted while starting", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except SystemExit as error:
         if failures.run_dir is None:
             raise  # of --help, and of a wrong command line
@@ -302,8 +306,7 @@ def run(
             if runtime.is_writer and not keeps_status(config, run_dir, attempt=failures.attempt):
                 finish(outcome, trainer.progress, run_dir, means, attempt=failures.attempt)
             if outcome.left:
-                step = trainer.progress.iteration
-                metrics.log(f"saved step {step} ({outcome.left}); the same command resumes the run")
+                metrics.log(told_of_leaving(config, trainer.progress.iteration, outcome.left))
 
             def close_metrics() -> None:
                 if runtime.is_writer:
@@ -319,6 +322,17 @@ def run(
     heartbeat.close()
     stop()
     return outcome.exit_code
+
+
+def told_of_leaving(config: Config, step: int, left: str) -> str:
+    """Return the line on a run that leaves early after `step` for the reason `left`."""
+    if config.training.skip_train:
+        return f"left the evaluation ({left}); the same command evaluates again"
+    if not step:
+        return f"left before step 1 ({left}); the same command begins again"
+    if config.checkpoint.no_save_optim:
+        return f"saved step {step} ({left}) without the state of the optimizer"
+    return f"saved step {step} ({left}); the same command resumes the run"
 
 
 def keep_records(config: Config, run_dir: Path, iteration: int) -> None:
@@ -509,6 +523,7 @@ def build_trainer(
         flops_per_sample=opened.flops_per_sample,
         workload=opened.workload,
         saver=state,
+        began=runtime.launch.began,
         progress=progress,
         heartbeat=heartbeat,
         requests=requests or ExitSignals(),

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from megatron.training import TrainOutcome, TrainState
 
 CONFIG = "config.yaml"
+PROGRAMS = ("*.py", "*.c", "*.sh")
+"""Files of the repository that decide what a run does beside its settings."""
 _PACKAGES = ("sparsetron", "torch", "numpy", "safetensors", "pyyaml", "apex", "mpi4py")
 
 
@@ -233,8 +235,20 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the running code, with `-dirty` if changed; None outside git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    """Return the commit of the running code, with `-dirty` if it differs; None outside git.
+
+    A program that the commit lacks differs from it. Rows and pages do not count: a study adds rows
+    to a file of the repository between its runs.
+    """
+    commit = _git("describe", "--always")
+    if commit is None:
+        return None
+    return commit if _git("status", "--porcelain", "--", *PROGRAMS) == "" else f"{commit}-dirty"
+
+
+def _git(*arguments: str) -> str | None:
+    """Return the output of git on the repository of this package; None if git fails."""
+    command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -89,6 +89,7 @@ class Trainer:
     `measures` names the unit that batches count and the sums of the last chunk. `buffers` are the
     model's tensors that training updates without gradients. `readers` make batches for
     `reading_device`: `device`, or the CPU. `workload` has the sizes for the throughput at the end.
+    `began` is the time of the monotonic clock from which `--exit-duration-in-mins` counts.
     `heartbeat` publishes this rank's phase, `requests` has the requests to save or to leave, and
     `peer_failure` returns the failure that another rank reported, or None.
     """
@@ -112,6 +113,7 @@ class Trainer:
     flops_per_sample: float
     workload: Workload
     saver: Saver
+    began: float = field(default_factory=time.monotonic)
     progress: TrainState = field(default_factory=TrainState)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     requests: ExitSignals = field(default_factory=ExitSignals)
@@ -123,7 +125,6 @@ class Trainer:
         self._prefetcher = None if train is None else Prefetcher(train, self.reading_device)
         self._is_local = self.engine.local_steps is not None
         self._replicas_skipped = 0
-        self._began = time.monotonic()
 
     @property
     def stage(self) -> Stage:
@@ -146,9 +147,11 @@ class Trainer:
         if self.config.training.skip_train:
             request = self._evaluate("valid", self.readers.valid)
         elif self.progress.iteration >= self.total_iterations:
+            by_samples = self.config.training.train_samples is not None
+            length = "--train-samples" if by_samples else "--train-iters"
             self.metrics.log(
-                f"all {self.total_iterations} steps are done; raise --train-iters to continue, or "
-                "give --skip-train to evaluate again"
+                f"all {self.total_iterations} steps are done; raise {length} to continue, or give "
+                "--skip-train to evaluate again"
             )
             evaluate = self._evaluate_if_missing
             request = evaluate("valid", self.readers.valid)
@@ -170,34 +173,44 @@ class Trainer:
             raise
 
     def _train_steps(self) -> TrainOutcome | None:
-        evaluation = self.config.evaluation
-        if evaluation.eval_at_start and self.progress.iteration == 0:
-            self._evaluate("valid", self.readers.valid)
-        elif self._lacks_evaluation():
-            self._evaluate("valid", self.readers.valid)
+        begins = self.config.evaluation.eval_at_start and self.progress.iteration == 0
+        if begins or self._lacks_evaluation():
+            request = self._evaluate("valid", self.readers.valid)
+            if (outcome := _left_by(request)) is not None:
+                self._obeyed(request)
+                return outcome
         while self.progress.iteration < self.total_iterations:
             self.profiler.before_step(self.progress.iteration + 1)
             record, request = self.train_step()
-            # Batch step 15: record, evaluate, save.
+            # Batch step 15: record, save, evaluate.
             self.metrics.step(record)
             self.saver.settle()
             self.profiler.after_step(self.progress.iteration)
             self._check_health()
-            iteration = self.progress.iteration
-            last = iteration == self.total_iterations
-            evaluated = ExitRequest.NONE
-            if last or iteration % evaluation.eval_interval == 0:
-                evaluated = self._evaluate("valid", self.readers.valid)
-            request = max(request, evaluated)
-            # After the last step, only an interrupted evaluation is left for another start.
-            outcome = _left_by(evaluated) if last else self._reason_to_leave(request)
-            interval = self.config.checkpoint.save_interval
-            now = last or outcome is not None or request is ExitRequest.SAVE
-            if now or (interval and iteration % interval == 0):
-                self._save(request, wait=now)
-            if outcome is not None:
+            if (outcome := self._end_step(request)) is not None:
                 return outcome
         return None
+
+    def _end_step(self, request: ExitRequest) -> TrainOutcome | None:
+        """Save and evaluate if it is time; return the outcome if the run leaves after this step."""
+        iteration, interval = self.progress.iteration, self.config.checkpoint.save_interval
+        last = iteration == self.total_iterations
+        due = last or bool(interval and iteration % interval == 0)
+        if due:  # Before the evaluation, which may fail or take hours.
+            self._save(request, wait=last)
+        evaluated = ExitRequest.NONE
+        if last or iteration % self.config.evaluation.eval_interval == 0:
+            evaluated = self._evaluate("valid", self.readers.valid)
+        request = max(request, evaluated)
+        # After the last step, only an interrupted evaluation is left for another start.
+        outcome = _left_by(evaluated) if last else self._reason_to_leave(request)
+        if outcome is not None or request is ExitRequest.SAVE:
+            if not due:
+                self._save(request, wait=True)
+            else:
+                self._end_save(request)
+        self._obeyed(request)
+        return outcome
 
     def _reason_to_leave(self, request: ExitRequest) -> TrainOutcome | None:
         interval = self.config.training.exit_interval
@@ -207,18 +220,28 @@ class Trainer:
 
     def _save(self, request: ExitRequest, *, wait: bool) -> None:
         self.heartbeat.at("save")
-        if request is ExitRequest.SIGTERM:
-            self._rule_out_failure()
+        self._rule_out_failure(request)
         self._compare_replicas()
         with self.timers("save-checkpoint"):
             self.saver.save(self.progress, wait=wait)
+
+    def _end_save(self, request: ExitRequest) -> None:
+        """Wait for a save of this step that began before the request."""
+        self.heartbeat.at("save")
+        self._rule_out_failure(request)
+        self.saver.settle(wait=True)
+
+    def _obeyed(self, request: ExitRequest) -> None:
+        """Remove the file of a request to save or to leave, which has been obeyed."""
         if request is ExitRequest.SAVE:
             self.requests.saved()
         elif request is ExitRequest.STOP:
             self.requests.left()
 
-    def _rule_out_failure(self) -> None:
+    def _rule_out_failure(self, request: ExitRequest) -> None:
         """Raise `PeerError` if a launcher sent SIGTERM because another rank failed."""
+        if request is not ExitRequest.SIGTERM:
+            return
         self.requests.wait_out_sigterm()
 
         def check() -> None:
@@ -547,7 +570,7 @@ class Trainer:
     def _pending(self) -> ExitRequest:
         """Return the most urgent request that reached this rank."""
         minutes = self.config.training.exit_duration_in_mins
-        time_is_up = bool(minutes) and time.monotonic() - self._began > minutes * 60
+        time_is_up = bool(minutes) and time.monotonic() - self.began > minutes * 60
         return max(
             self.requests.pending(), ExitRequest.DURATION if time_is_up else ExitRequest.NONE
         )

@@ -316,7 +316,7 @@ from megatron.status import read_status
 status = read_status(sys.argv[1])
 if status is not None and status.state == "failed":
     print(f"launch.sh: rank {status.rank}: {' '.join(status.reason.split())}")
-if status is not None and status.state == "left":
+if status is not None and status.state == "left" and status.iteration:
     print(f"launch.sh: saved step {status.iteration} ({status.left}); the same command resumes the run")
 PY
   fi

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from megatron import pretrain
 from megatron.config import resolve
 from megatron.data.vocabulary import Vocabulary
 from megatron.status import Status, read_status, write_status
 from megatron.tasks.gpt import LoadedGPT
-from pretrain_gpt import GPT_TASK
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from tests.config.helpers import read
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of
 
@@ -51,6 +52,28 @@ def test_a_process_may_open_as_many_files_as_the_machine_grants(tmp_path: Path) 
     )
     done = start(sys.executable, "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_last_line_of_a_run_that_left_says_what_the_same_command_does() -> None:
+    for flags, step, line in (
+        ("", 3, "saved step 3 (STOP); the same command resumes the run"),
+        ("--no-save-optim", 3, "saved step 3 (STOP) without the state of the optimizer"),
+        ("", 0, "left before step 1 (STOP); the same command begins again"),
+        ("--skip-train", 3, "left the evaluation (STOP); the same command evaluates again"),
+    ):
+        assert pretrain.told_of_leaving(read(*flags.split()), step, "STOP") == line
+
+
+def test_an_interrupt_while_starting_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain, "run", interrupted)
+    flags = [*TINY.split(), "--run-dir", str(tmp_path)]
+    assert pretrain.pretrain(GPT_TASK, GRADIENT_PATHS, flags) == 130
+    assert capsys.readouterr().err == "interrupted while starting\n"
 
 
 def test_alone_with_the_default_run_folder(tmp_path: Path) -> None:

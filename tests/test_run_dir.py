@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron import launch
+from megatron import launch, run_dir
 from megatron.config import resolve, to_yaml
 from megatron.errors import ConfigError
 from megatron.launch import job_environment
@@ -19,6 +20,34 @@ from megatron.low_memory.checkpoint_interval import describe_interval
 from megatron.run_dir import announce, environment, keep_config, lock_run_dir
 from megatron.status import Status, read_status, write_status
 from tests.config.helpers import read
+
+
+def test_the_commit_is_dirty_if_a_program_differs_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(run_dir, "__file__", str(tmp_path / "megatron" / "run_dir.py"))
+    assert run_dir._commit() is None, "no repository yet"
+    program, rows = tmp_path / "megatron" / "run_dir.py", tmp_path / "rows.jsonl"
+    program.parent.mkdir()
+    for file in (program, rows):
+        file.write_text("1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "files")
+    commit = git("rev-parse", "--short", "HEAD")
+    rows.write_text("2\n")
+    (tmp_path / "notes.md").touch()
+    assert run_dir._commit() == commit
+    program.write_text("2\n")
+    assert run_dir._commit() == f"{commit}-dirty"
+    git("checkout", "-q", "megatron")
+    (tmp_path / "path.py").touch()
+    assert run_dir._commit() == f"{commit}-dirty", "a program that nobody can check out"
 
 
 def announced(flags: str, *, stages: int, device: str = "cpu") -> list[str]:

@@ -83,7 +83,7 @@ def schedule(config: Config) -> dict[str, Any]:
     found["precision.predivide_loss"] = config.precision.predivide_loss
     found["training.train_iters"] = config.training.train_iters
     found["training.train_samples"] = config.training.train_samples
-    return found
+    return json.loads(json.dumps(found))  # as a checkpoint has it, with lists
 
 
 def with_schedule(config: Config, was: Mapping[str, Any]) -> Config:

@@ -337,6 +337,15 @@ def recorded_directory(run_dir: Path) -> Path:
     return Path(recorded) if isinstance(recorded, str) and recorded else run_dir / CHECKPOINTS
 
 
+def steps_folder(place: Path) -> Path:
+    """Return the folder of step folders of a run, where its last start saved, or of another folder.
+
+    Raises `CheckpointError` if the folder cannot be read.
+    """
+    recorded = recorded_directory(place)
+    return checkpoints_folder(place) if recorded == place / CHECKPOINTS else recorded
+
+
 @dataclass(frozen=True)
 class CheckpointSource:
     """The step folder from which a run starts.

@@ -440,8 +440,8 @@ class RunStateDict:
             if f"{kind}/{name}" not in stored:
                 raise CheckpointError(
                     f"{saved.path}: has no {kind}/{name}: it was saved without optimizer state or "
-                    "by another optimizer; give --load and --no-load-optim to start that from "
-                    "nothing"
+                    "by another optimizer; give --load, --no-load-optim and another --run-dir to "
+                    "start that from nothing"
                 )
             if not self._take_as_is(saved, kind, held, state):
                 encode(self.engine, name, state, _decoded(saved, kind, held))

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron.config.byte_size import parse_bytes
-from megatron.config.fields import GivenValue, check_range, origin_of, show, specs_of
+from megatron.config.fields import (
+    GivenValue,
+    check_range,
+    origin_of,
+    show,
+    show_plain,
+    specs_of,
+)
 from megatron.config.rules import (
     Alternatives,
     Complaint,
@@ -822,10 +829,54 @@ def _offload_unread(c: Config) -> Notice:
     return "the offload_ settings are not read without --optimizer-cpu-offload"
 
 
-def _tracker_off(c: Config) -> Notice:
-    if c.logging.wandb_exp_name is None or c.logging.wandb_project is not None:
+_READ_WITH: tuple[tuple[str, tuple[str, ...], str, Callable[[Config], bool]], ...] = (
+    (
+        "optimizer",
+        ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
+        "--lr-decay-style WSD",
+        lambda c: c.optimizer.lr_decay_style == "WSD",
+    ),
+    ("optimizer", ("sgd_momentum",), "--optimizer sgd", lambda c: c.optimizer.optimizer == "sgd"),
+    (
+        "precision",
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        "--fp16",
+        lambda c: c.precision.fp16,
+    ),
+    (
+        "logging",
+        ("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
+        "--wandb-project",
+        lambda c: c.logging.wandb_project is not None,
+    ),
+)
+"""Settings of a section, the flag without which nothing reads them, and whether it is given."""
+
+
+def _unread(c: Config) -> Notice:
+    found: list[str] = []
+    for section, names, flag, is_given in _READ_WITH:
+        options = getattr(c, section)
+        specs = specs_of(type(options), section)
+        values = {name: getattr(options, name) for name in names}
+        chosen = [
+            f"{name} {show_plain(str(value))}"
+            for name, value in values.items()
+            if value != specs[name].default
+        ]
+        if chosen and not is_given(c):
+            verb = "are" if len(chosen) > 1 else "is"
+            found.append(f"{', '.join(chosen)} {verb} not read without {flag}")
+    return "; ".join(found) or None
+
+
+def _cannot_resume(c: Config) -> Notice:
+    if not c.checkpoint.no_save_optim:
         return None
-    return f"wandb_exp_name {c.logging.wandb_exp_name} is not read without --wandb-project"
+    return (
+        "no_save_optim: this run cannot resume from its checkpoints; another run begins with one "
+        "by --load, --no-load-optim and another --run-dir"
+    )
 
 
 def _slow_format(c: Config) -> Notice:
@@ -863,7 +914,8 @@ _ANY: tuple[Callable[[Config], Notice], ...] = (
     _prints_nothing,
     _finetunes_nothing,
     _offload_unread,
-    _tracker_off,
+    _unread,
+    _cannot_resume,
     _slow_format,
     _moved_folder,
 )

@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -138,6 +139,7 @@ class Heartbeat:
         self.step, self.phase, self.changed = 0, "start", time.monotonic()
         self._beats, self._path = 0, None
         self._rings: dict[str, tuple[int, int]] = {}
+        self._adding = threading.Lock()
         self.last_call = ""
         """Description of the collective or message issued last, after a comma; empty before."""
         self._file: int | None = None
@@ -173,11 +175,12 @@ class Heartbeat:
 
     def called(self, number: int, what: str, group: str = WORLD) -> None:
         """Record that the rank is about to issue its `number`-th collective over `group`."""
-        if group not in self._rings:
-            ring = len(self._rings)
-            assert ring < _RINGS, f"room for {_RINGS} groups, {group} is one more"
-            self._rings[group] = ring, 0
-            _TAIL.pack_into(self._memory, _TAILS_AT + ring * _TAIL.size, group.encode(), 0, 0)
+        with self._adding:  # The thread that averages between nodes calls this method, too.
+            if group not in self._rings:
+                ring = len(self._rings)
+                assert ring < _RINGS, f"room for {_RINGS} groups, {group} is one more"
+                self._rings[group] = ring, 0
+                _TAIL.pack_into(self._memory, _TAILS_AT + ring * _TAIL.size, group.encode(), 0, 0)
         ring, digest = self._rings[group]
         self.last_call = f", last in collective {number} of {group} ({what})"
         name = what.encode()[:40]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.data.dictionary import BOS, EOS, PAD
+from megatron.errors import CheckpointError
 from megatron.model.dc_transformer import DCTransformer, visible_positions
 
 
@@ -62,6 +63,9 @@ def beam_search(model: DCTransformer, source: torch.Tensor, beam: Beam) -> list[
         model: In evaluation mode.
         source: int64 [b, s] on the model's device, padded on the right.
         beam: Parameters.
+
+    Raises:
+        CheckpointError: The model computes NaN.
     """
     assert not model.training, "dropout would be drawn"
     lengths = (source != PAD).sum(1).tolist()
@@ -83,6 +87,8 @@ def beam_search(model: DCTransformer, source: torch.Tensor, beam: Beam) -> list[
     while sentences:
         logits = model.decode_next(last, position, visible, caches)
         steps = logits.float().log_softmax(1).unflatten(0, (len(sentences), size))
+        if steps.isnan().any():
+            raise CheckpointError("the model computes NaN; give another step")
         totals = scores[:, :, None] + _allowed(steps, sentences, position)
         count, entries = totals.shape[1] * totals.shape[2], totals.shape[2]
         best, places = totals.flatten(1).topk(min(2 * size, count))

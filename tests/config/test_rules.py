@@ -448,6 +448,12 @@ def test_notices() -> None:
     assert said("--wandb-exp-name", "x") == (
         "wandb_exp_name x is not read without --wandb-project",
     )
+    assert said("--lr-wsd-decay-iters", "5", "--hysteresis", "3") == (
+        "lr_wsd_decay_iters 5 is not read without --lr-decay-style WSD; hysteresis 3 is not read "
+        "without --fp16",
+    )
+    assert said("--optimizer", "sgd", "--sgd-momentum", "0.5") == ()
+    assert said("--no-save-optim")[0].startswith("no_save_optim: this run cannot resume")
     assert "about 17 steps are skipped" in said("--fp16")[0]
     assert said("--fp16", "--initial-loss-scale", "65536") == ()
     assert said("--fp16", "--loss-scale", "65536", "--device", "cpu")[0].startswith(

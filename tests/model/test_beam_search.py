@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.data.dictionary import BOS, EOS, PAD
+from megatron.errors import CheckpointError
 from megatron.model.beam_search import Beam, Hypothesis, beam_search
 from megatron.model.dc_transformer import DCTransformer
 from tests.model.translations import random_pairs, small_shape
@@ -136,6 +137,15 @@ def test_a_translation_is_never_empty(beam: Beam) -> None:
         assert found[0].tokens == (4,)
         assert math.isclose(found[0].score, (logs[4] + logs[EOS]) / 2, rel_tol=1e-5)
         assert all(hypothesis.tokens for hypothesis in found)
+
+
+def test_a_model_whose_numbers_went_wrong_translates_nothing() -> None:
+    model = searched()
+    with torch.no_grad():
+        model.decoder.output_projection.weight[3] = torch.nan
+    source, _, _ = random_pairs([(5, 2)])
+    with pytest.raises(CheckpointError, match="computes NaN; give another step"):
+        beam_search(model, source, Beam(size=2))
 
 
 def test_sources_move_only_where_a_sentence_has_ended() -> None:

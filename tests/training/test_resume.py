@@ -271,3 +271,13 @@ def test_a_learning_rate_that_jumps_is_told(
         assert told is not None and "--lr-decay-iters" in told[3]
         assert float(told[2]) == pytest.approx(metrics_of(tmp_path, "lr")[4], rel=1e-2)
     assert (told[1], told[2]) == (before, after) if told else not before
+
+
+def test_steps_of_the_learning_rate_are_no_change(ranks: Ranks, tmp_path: Path) -> None:
+    """A checkpoint has lists where the configuration has tuples."""
+    flags = f"{TINY} --lr-decay-style multi-step --lr-multi-step-iters 3 5"
+    flags += " --lr-multi-step-factors 0.5 0.1 --exit-interval 4"
+    for _ in range(2):
+        ranks.run(1, train, flags, tmp_path)
+    assert metrics_of(tmp_path, "lr")[-1] == pytest.approx(3e-4)
+    assert "in the checkpoint" not in (tmp_path / "log.txt").read_text()

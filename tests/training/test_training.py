@@ -271,6 +271,66 @@ def test_an_interrupted_evaluation_between_steps_is_made_up_once(
     assert metrics_of(tmp_path / "branch", "iteration") == [9, 9, 9]
 
 
+def test_a_request_to_leave_the_first_evaluation_is_obeyed_before_a_step(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """A new run obeys it, and a run that makes up an evaluation."""
+    flags = TINY.replace("--eval-interval 100", "--eval-interval 4 --eval-at-start")
+    ranks.run(2, train, flags, tmp_path / "whole")
+    left = tmp_path / "left"
+    found = ranks.run(2, on_rank_stopped_while_evaluating, flags, left)
+    assert found == [(TrainOutcome(75, "STOP"), 0)] * 2
+    assert not (left / "STOP").exists() and not (left / "checkpoints").exists()
+    later = flags.replace(" --eval-at-start", "")
+    for _ in range(2):
+        found = ranks.run(2, on_rank_stopped_while_evaluating, later, left)
+        assert found == [(TrainOutcome(75, "STOP"), 4)] * 2
+    ranks.run(2, train, flags, left)
+    assert metrics_of(left, "valid_loss") == metrics_of(tmp_path / "whole", "valid_loss")[1:]
+
+
+def on_rank_whose_evaluation_fails(groups: ProcessGroups, flags: str, run_dir: Path) -> None:
+    trainer = make_trainer(groups, flags, run_dir)
+
+    def fail(kind: str, reader: Reader | None) -> ExitRequest:
+        raise DataError(f"{kind}: a token outside of the vocabulary")
+
+    trainer._evaluate = fail
+    with pytest.raises(DataError):
+        trainer.train()
+    trainer.metrics.close()
+    trainer.engine.detach()
+
+
+def test_an_evaluation_that_fails_loses_no_step(ranks: Ranks, tmp_path: Path) -> None:
+    """A step whose save is due is saved first."""
+    flags = TINY.replace("--eval-interval 100", "--eval-interval 3 --save-interval 3")
+    for steps, step in (("8", 3), ("2", 2)):
+        run_dir, shorter = (
+            tmp_path / steps,
+            flags.replace("--train-iters 8", f"--train-iters {steps}"),
+        )
+        ranks.run(2, on_rank_whose_evaluation_fails, shorter, run_dir)
+        names = [path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir()]
+        assert names == [f"step_{step:08}"]
+
+
+def test_the_duration_counts_the_start(ranks: Ranks, tmp_path: Path) -> None:
+    (late,) = ranks.run(1, on_rank_that_began_before, f"{TINY} --exit-duration-in-mins 5", tmp_path)
+    assert late == (75, "exit-duration")
+
+
+def on_rank_that_began_before(
+    groups: ProcessGroups, flags: str, run_dir: Path
+) -> tuple[int, str | None]:
+    trainer = make_trainer(groups, flags, run_dir)
+    trainer.began -= 301
+    outcome = trainer.train()
+    trainer.metrics.close()
+    trainer.engine.detach()
+    return outcome.exit_code, outcome.left
+
+
 def test_save_interval_and_last_step(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(1, train, f"{TINY} --save-interval 3", tmp_path)
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.is_dir())
