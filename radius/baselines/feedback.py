@@ -43,6 +43,16 @@ BASELINE_PAIRS: tuple[RefusedPair, ...] = (
         "the baselines encode gradients in their own way",
         "drop it, or give --grad-path dense, samo or radius",
     ),
+    refused_pair(
+        "fp16 with a loss scale that stays above 1 without accumulate_allreduce_grads_in_fp32",
+        lambda c: (
+            c.precision.grad_dtype == "float16"
+            and max(c.precision.loss_scale or 0, c.precision.min_loss_scale) > 1
+        ),
+        "entries that waited for many steps, times the loss scale, may overflow in 16 bit at every "
+        "later step",
+        "give --accumulate-allreduce-grads-in-fp32, or let the loss scale fall to 1",
+    ),
 )
 """Refused pairs of every baseline."""
 

@@ -110,6 +110,8 @@ def test_densities_are_above_0_and_at_most_1(density: str) -> None:
             ["sgd_weight_decay coupled", "--sgd-weight-decay decoupled"],
         ),
         ("roundrobin --grad-wire bf16", ["grad_wire", "in their own way"]),
+        ("topk --fp16 --loss-scale 65536", ["loss scale that stays above 1", "fall to 1"]),
+        ("roundrobin --fp16 --min-loss-scale 8", ["loss scale that stays above 1"]),
         ("powersgd --lowrank-rank 2", ["--lowrank-rank", "--grad-path lowrank+sparse"]),
         ("dense --topk-density 0.1", ["--topk-density", "--grad-path topk"]),
         ("powersgd --topk-density 0.1", ["--topk-density", "--grad-path topk"]),
