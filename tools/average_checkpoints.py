@@ -34,6 +34,7 @@ from megatron.checkpoint.find import (  # noqa: E402
     CommittedStep,
     checkpoints_folder,
     list_steps,
+    steps_folder,
 )
 from megatron.checkpoint.io import failing_as  # noqa: E402
 from megatron.checkpoint.verify import open_to_all  # noqa: E402
@@ -74,13 +75,13 @@ def check_output(run: Path, output: Path) -> None:
         ConfigError: `output` is the run that is read or lies in its folder, or holds a run.
         CheckpointError: A folder cannot be read.
     """
-    source = _run_root(run)
     inside = Path(os.path.realpath(output))
-    if inside.is_relative_to(os.path.realpath(source)):
-        where = "is" if inside == Path(os.path.realpath(source)) else "lies in"
-        raise ConfigError(
-            f"--output: {output} {where} {source}, the run that is read; give a folder outside"
-        )
+    for source in (_run_root(run), run):  # two folders if the run has --save
+        if inside.is_relative_to(os.path.realpath(source)):
+            where = "is" if inside == Path(os.path.realpath(source)) else "lies in"
+            raise ConfigError(
+                f"--output: {output} {where} {source}, the run that is read; give a folder outside"
+            )
     with failing_as(output, "read"):
         if (output / CONFIG).exists():
             raise ConfigError(f"--output: {output} holds a {CONFIG}; give a new folder")
@@ -92,8 +93,8 @@ def check_output(run: Path, output: Path) -> None:
 
 
 def _run_root(run: Path) -> Path:
-    """Return the run folder of a path that may be its folder of checkpoints."""
-    directory = checkpoints_folder(run)
+    """Return the folder above the checkpoints that are read, or their own if nobody owns it."""
+    directory = steps_folder(run)
     with failing_as(directory, "read"):
         # --save may name the folder of checkpoints, which then need not lie in a run folder.
         owned = directory.name == CHECKPOINTS or (directory.parent / CONFIG).is_file()
@@ -111,7 +112,7 @@ def find_steps(run: Path, *, last: int, steps: Sequence[int] = ()) -> list[Commi
     Raises:
         CheckpointError: A step is not there, or there are fewer than asked for.
     """
-    directory = checkpoints_folder(run)
+    directory = steps_folder(run)
     if not directory.is_dir():
         raise CheckpointError(f"{run}: no checkpoint was committed there")
     if danger := open_to_all(directory):
@@ -150,9 +151,10 @@ def average_run(run: Path, steps: Sequence[CommittedStep], output: Path) -> Path
             refuses the new one.
     """
     written = _average(steps, output)
-    config = checkpoints_folder(run).parent / CONFIG
-    if config.is_file():
-        _copy(config, output / CONFIG)
+    for config in (run / CONFIG, steps_folder(run).parent / CONFIG):
+        if config.is_file():
+            _copy(config, output / CONFIG)
+            break
     return written
 
 

@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
         config = parse(flags, paths=GRADIENT_PATHS)
         if options.scale:
+            if config.training.memory_budget is not None:
+                raise ConfigError("--memory-budget: --scale chooses no settings; leave it out")
             print("\n".join(_scale(config, options)))
             return 0
         config = resolve(config, options.world_size or config.parallel.model_parallel_size)
@@ -213,6 +215,12 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--scale", action="store_true", help="what grows with the ranks")
     parser.add_argument("--picture", type=Path, help="PNG of what a --memory-budget chooses from")
     options, rest = parser.parse_known_args(argv)
+    for flag, value in (("--world-size", options.world_size), ("--picture", options.picture)):
+        if options.scale and value is not None:
+            raise ConfigError(f"{flag}: --scale plans its own numbers of ranks; leave it out")
+    if options.paper and (options.scale or options.json):
+        with_it = "--scale" if options.scale else "--json"
+        raise ConfigError(f"--paper: adds to the text of a plan, which {with_it} replaces")
     return options, [*config, *rest]
 
 

@@ -313,9 +313,21 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="share of nonzeros in sparse tensors, in the report's accounting (1)",
     )
     options, rest = parser.parse_known_args(argv)
+    other, names = _OF_THE_OTHER[options.accounting]
+    for name in names:
+        if getattr(options, name) != parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: belongs to --accounting {other}; leave it out, or add that")
     if options.out is not None and not options.out.is_dir():
         raise ConfigError(f"--out {options.out}: is no folder; create it first")
     return options, [*config, *rest]
+
+
+_OF_THE_OTHER = {
+    "actual": ("paper", ("strategy", "nonzero")),
+    "paper": ("actual", ("rank", "no_measured")),
+}
+"""The other accounting of each, and the options that it alone reads."""
 
 
 class _ProfileParser(argparse.ArgumentParser):

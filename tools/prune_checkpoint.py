@@ -26,14 +26,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.find import CHECKPOINTS, find_checkpoint, list_steps  # noqa: E402
+from megatron.checkpoint.find import CHECKPOINTS, list_steps  # noqa: E402
 from megatron.checkpoint.verify import read_manifest  # noqa: E402
 from megatron.config.fields import show_plain  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
+from tools.run_model import CONFIG, PARAM, find_step  # noqa: E402
 from tools.verify_checkpoint import print_table  # noqa: E402
 
-PARAM = "param/"
 _NUMBER = re.compile(r"[0-9./]{1,100}([eE][-+]?[0-9]{1,3})?")
 OF_PATHS = {section for path in GRADIENT_PATHS.values() for section in path.sections}
 OF_A_START = {
@@ -53,12 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     try:
         sparsity = _check(options)
-        step = find_checkpoint(options.checkpoint, step=options.step, log=_log)
+        step = find_step(options.checkpoint, step=options.step, log=_log)
         if step is None:
             raise CheckpointError(f"{options.checkpoint}: no checkpoint was committed there")
         prune(step, sparsity, options)
         print(f"wrote {options.output}")
-        print_ways(step, options.output, overwrite=options.overwrite)
+        print_ways(options.checkpoint, step, options.output, overwrite=options.overwrite)
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -120,17 +120,17 @@ def print_counts(entries: Mapping[str, int], stored: Mapping[str, int]) -> None:
     print(f"whole model: {left} of {whole} entries stored, f = {left / whole:.6f}")
 
 
-def print_ways(step: Path, output: Path, *, overwrite: bool) -> None:
-    """Print the commands that train with the masks, for the folder of the checkpoint."""
+def print_ways(place: Path, step: Path, output: Path, *, overwrite: bool) -> None:
+    """Print the commands that train with the masks, for `step` of the run or folder `place`."""
     directory = step.parent
     run = directory.parent if directory.name == CHECKPOINTS else directory
-    config = run / "config.yaml"
+    config = (place if (place / CONFIG).is_file() else run) / CONFIG
     command = ["python", _entry(config), "--config"]
     command.append(_usable(config, output, overwrite) if config.is_file() else "CONFIG_OF_THE_RUN")
     command += ["--run-dir", "NEW", "--grad-path", "samo", "--samo-pruning", "file"]
     command += ["--samo-mask-file", str(output)]
     steps = sorted({folder.step for folder in list_steps(directory).committed})
-    load = ["--load", str(run if config.is_file() else directory), "--ckpt-step", "K"]
+    load = ["--load", str(run if (run / CONFIG).is_file() else directory), "--ckpt-step", "K"]
     path = read_manifest(step).state.get("identity", {}).get("gradient.grad_path", "dense")
     if path != "dense":
         load.append("--reset-grad-state")

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config.fields import nearest  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
+from tools.bench.common.page_files import RESULTS as VALUES  # noqa: E402
 from tools.studies import array  # noqa: E402
 from tools.studies.declaration import DeclaredRun, DeclaredStudy, read_study  # noqa: E402
 from tools.studies.execution import Execution, Launcher, is_array_task  # noqa: E402
@@ -79,7 +80,11 @@ def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
             print(f"{run.name:40} {'done' if run.name in done else ''}".rstrip())
         return 0
     if options.report:
-        return _report(study, rows, options.out or work, options.against)
+        out = options.out or work
+        for file in (results, options.against):
+            if file is not None and file.resolve() == (out / VALUES).resolve():
+                raise ConfigError(f"--out {out}: the report would replace {file}; give another")
+        return _report(study, rows, out, options.against)
     if options.text_folder is not None:
         if study.vocabulary is None:
             raise ConfigError(f"--text-folder: {study.path} has no vocabulary to train on it")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.find import checkpoints_folder, list_steps, verify_committed  # noqa: E402
+from megatron.checkpoint.find import list_steps, steps_folder, verify_committed  # noqa: E402
 from megatron.checkpoint.format import DATA_PARALLEL, MANIFEST_NAME, Manifest, TensorRecord  # noqa: E402  # noqa: E402
 from megatron.checkpoint.verify import alien, verify_folder  # noqa: E402
 from megatron.closed_pipe import end_with_reader  # noqa: E402
@@ -55,7 +55,7 @@ def check(folder: Path, *, tables: bool) -> list[str]:
     if (folder / MANIFEST_NAME).exists() or not folder.is_dir():
         report(folder, verify_folder(folder), tables=tables)
         return []
-    directory = checkpoints_folder(folder)
+    directory = steps_folder(folder)
     listing = list_steps(directory)
     if not listing.committed and not listing.damaged:
         raise CheckpointError(f"{directory}: {alien(directory) or 'no checkpoint was committed'}")

@@ -31,8 +31,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.errors import ConfigError, SparsetronError  # noqa: E402
+from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 from tools.evaluation import harness  # noqa: E402
+from tools.evaluation.example import Example  # noqa: E402
 from tools.evaluation.figures import Figures, plain  # noqa: E402
 from tools.evaluation.scoring import Scorer  # noqa: E402
 from tools.evaluation.task import read_examples  # noqa: E402
@@ -67,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return DataError.exit_code
     if options.json:
         print(json.dumps({"scored_by": by, "tasks": _as_json(scored)}))
     else:
@@ -112,20 +116,24 @@ def _score(options: argparse.Namespace, files: Mapping[str, Path]) -> tuple[str,
     the harness.
     """
     by = options.by or (HARNESS if harness.is_installed() else EVALUATE)
+    # A bad line is told before any score is computed, whoever computes it.
+    examples = {
+        name: read_examples(file, ZERO_SHOT[name].read, limit=options.limit)
+        for name, file in files.items()
+    }
     with tempfile.TemporaryDirectory(prefix="zero_shot") as name:
         folder = Path(name)
         if by == EVALUATE:
-            return OURS, _by_evaluate(options, files, folder)
+            return OURS, _by_evaluate(options, examples, folder)
         found = harness.score(
             _exported(options, folder),
             files,
             cache=folder / "cache",
             batch_size=options.batch_size,
             limit=options.limit,
+            complete=options.by == HARNESS,
         )
-        for task, reason in found.left_out.items() if options.by == HARNESS else ():
-            raise ConfigError(f"--by {HARNESS}: it cannot load {task} ({reason}); leave out --by")
-        rest = {task: file for task, file in files.items() if task in found.left_out}
+        rest = {task: lines for task, lines in examples.items() if task in found.left_out}
         scored = {**found.figures, **(_by_evaluate(options, rest, folder) if rest else {})}
     by = f"lm-evaluation-harness {found.version}".rstrip()
     for task, reason in found.left_out.items():
@@ -133,15 +141,12 @@ def _score(options: argparse.Namespace, files: Mapping[str, Path]) -> tuple[str,
     return by, {task: scored[task] for task in files}
 
 
-def _by_evaluate(options: argparse.Namespace, files: Mapping[str, Path], folder: Path) -> Scored:
+def _by_evaluate(
+    options: argparse.Namespace, examples: Mapping[str, Sequence[Example]], folder: Path
+) -> Scored:
     run = options.run
     if _is_exported(run):
         run = _imported(run, folder / "run")
-    # A bad line is told before any score is computed.
-    examples = {
-        name: read_examples(file, ZERO_SHOT[name].read, limit=options.limit)
-        for name, file in files.items()
-    }
     saved = find_model(run, step=options.checkpoint_step)
     scorer = Scorer(saved, saved.tokenizer(options), options.batch_size)
     return {

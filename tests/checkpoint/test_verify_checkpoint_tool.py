@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.find import CommittedStep, verify_committed
+from megatron.checkpoint.find import ENVIRONMENT, SAVE, CommittedStep, verify_committed
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.store import LocalShard, of_rank, save_checkpoint, whole
 from tools import verify_checkpoint
@@ -51,6 +52,14 @@ def test_a_good_one(run: Path) -> None:
         assert ["mask/w", "BOOL", "2x2", "1", "1", "bits"] in rows
         stored = "per data-parallel rank, where mask/w"
         assert ["residual/w", "F32", "1x2x2", "1", "1", stored] in rows
+
+
+def test_a_run_is_checked_where_it_saves(run: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "disk"
+    shutil.copytree(run / "checkpoints" / "step_00000002", saved / "step_00000002")
+    (run / ENVIRONMENT).write_text(json.dumps({SAVE: str(saved)}))
+    code, out, err = tool(run)
+    assert (code, out.count("\n"), err) == (0, 1, "") and out.startswith(f"{saved}/step_00000002")
 
 
 def test_a_step_is_one_line_unless_more_is_asked_for(run: Path) -> None:

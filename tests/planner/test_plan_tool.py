@@ -187,6 +187,8 @@ def test_the_papers_memory_is_beside_ours(plan: Any) -> None:
         ("--gpu H100", ["gpu", "'H100'", "V100-16GB"]),
         ("--efficiency 1.5", ["efficiency", "1.5"]),
         ("--efficiency fast", ["--efficiency", "fast"]),
+        ("--scale", ["--world-size", "--scale", "leave it out"]),
+        ("--json --paper", ["--paper", "--json"]),
         ("--hidden-sice 12", ["--hidden-sice", "--hidden-size"]),
         (f"{STAGES} 64 --world-size 64", ["pipeline_model_parallel_size 64"]),
         ("--optimizer-cpu-offload --use-distributed-optimizer", ["optimizer_cpu_offload"]),
@@ -199,6 +201,15 @@ def test_wrong_settings_exit_2_and_say_why(
     found = capsys.readouterr()
     assert found.out == "" and found.err.count("\n") == 1
     assert all(word in found.err for word in words), found.err
+
+
+@pytest.mark.parametrize("flags", ["--picture a.png", "--memory-budget 9GB"])
+def test_what_grows_with_the_ranks_has_no_budget(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"{REPO}/configs/gpt_2.7b.yaml --scale {flags}".split()) == 2
+    told = capsys.readouterr().err
+    assert flags.split()[0] in told and told.count("\n") == 1
 
 
 def test_a_file_that_is_not_there_exits_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.find import ENVIRONMENT, SAVE
 from megatron.checkpoint.store import LocalShard, save_checkpoint, whole
 from megatron.config import parse, to_yaml
 from pretrain_gpt import GRADIENT_PATHS
@@ -117,6 +119,20 @@ def test_the_ways_to_go_on_are_commands(
     shown = capsys.readouterr().out
     assert "--config CONFIG_OF_THE_RUN" in shown
     assert f"--load {shlex.quote(str(run / 'checkpoints'))}" in shown
+
+
+def test_a_run_is_pruned_where_it_saves(
+    run: Path, output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "disk"
+    tensors = {f"param/{name}": tensor for name, tensor in weights(6).items()}
+    save_checkpoint(saved, step=6, tensors=tensors, state={})
+    (run / ENVIRONMENT).write_text(json.dumps({SAVE: str(saved)}))
+    assert main([str(run), "--sparsity", "0.9", "--output", str(output)]) == 0
+    assert_masks(output, 6)
+    shown = capsys.readouterr().out
+    assert f"--config {shlex.quote(str(run / 'config.yaml'))} " in shown
+    assert f"--load {saved} --ckpt-step K" in shown and "one of 6:" in shown
 
 
 def test_the_commands_name_the_script_of_the_task(

@@ -159,14 +159,15 @@ def test_each_finished_model_is_scored(tmp_path: Path, monkeypatch: pytest.Monke
         failed, lines, _ = execute(path, PretendedRuns(path), only)
         assert failed == only and problem in lines[-1]
     assert "error: bad line" in (tmp_path / "work" / "console" / "dense-seed1.txt").read_text()
-    told = "import json, sys; print(json.dumps({'accuracy': 0.5 + len(sys.argv)}))"
+    told = "import json, sys; step = sys.argv[sys.argv.index('--checkpoint-step') + 1]\n"
+    told += "print(json.dumps({'accuracy': 0.5 + int(step)}))"
     tool.write_text(told, encoding="utf-8")
     again = PretendedRuns(path)
     failed, _, execution = execute(path, again, only)
-    # Trained once: what failed was the scoring. Run, file, --task, blimp and --json.
+    # Trained once: what failed was the scoring.
     assert failed == [] and again.starts == []
-    assert execution.done["dense-seed1"].scores == {"b": 6.5}
-    assert read_rows(tmp_path / "work" / "rows" / "dense-seed1.json")[0].scores == {"b": 6.5}
+    assert execution.done["dense-seed1"].scores == {"b": 10.5}, "of the last step, 10"
+    assert read_rows(tmp_path / "work" / "rows" / "dense-seed1.json")[0].scores == {"b": 10.5}
 
 
 def test_numbers_that_went_wrong_are_a_result(tmp_path: Path) -> None:
@@ -223,6 +224,17 @@ def test_a_run_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     failed, lines, execution = execute(changed, again)
     assert sorted(failed) == sorted(NAMES) and again.starts == [] and execution.done == {}
     assert all("holds a run of other settings" in line for line in lines if ": /" in line)
+
+
+@pytest.mark.parametrize("content", ["", "another"])
+def test_a_row_file_without_its_row_is_named(tmp_path: Path, content: str) -> None:
+    path = write_study(tmp_path)
+    execute(path, PretendedRuns(path), ["dense-seed1", "dense-seed2"])
+    rows = tmp_path / "work" / "rows"
+    text = (rows / "dense-seed2.json").read_text() if content else ""
+    (rows / "dense-seed1.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"dense-seed1.json: must hold the row of dense-seed1"):
+        execute(path, PretendedRuns(path), ["dense-seed1"])
 
 
 def test_a_start_that_made_nothing_does_not_bind_a_corrected_study(tmp_path: Path) -> None:
@@ -468,6 +480,9 @@ def test_only_a_start_that_makes_runs_writes_results(
     for wrong, words in ((compared, "no such file"), (compared[-2:], "give --report")):
         assert tool.main([*command, *wrong]) == 2
         assert words in capsys.readouterr().err
+    values = [*command[:-1], str(tmp_path / "page" / "results.json"), "--report", *compared[1:3]]
+    assert tool.main(values) == 2, "the report would replace the rows"
+    assert "results.json; give another" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     assert tool.main([*command, "--only", NAMES[0]]) == 0
     assert not results.parent.exists()

@@ -46,6 +46,14 @@ def test_a_changed_row_is_refused(tmp_path: Path, old: str, new: str, message: s
         read_rows(path)
 
 
+def test_a_second_row_of_a_run_is_refused(tmp_path: Path) -> None:
+    """A merge of two branches may leave it, and the next start would drop one of them."""
+    path = tmp_path / "results.jsonl"
+    write_rows(path, [row("dense", 1, 5.0), row("dense", 2, 5.1), row("dense", 1, 5.2)])
+    with pytest.raises(ConfigError, match=r"results.jsonl:3: a second row of dense-seed1"):
+        read_rows(path)
+
+
 def run_folder(folder: Path) -> Path:
     """Write the metrics of 40 steps; from the 11th the run sends a tenth."""
     folder.mkdir()

@@ -37,6 +37,13 @@ def test_gaps_are_paired_by_seed() -> None:
     assert groups["lost"].failed == 1 and groups["lost"].loss is None
 
 
+def test_a_seed_that_failed_counts_in_no_mean() -> None:
+    """It ended before its path had sent what the whole run would."""
+    early = replace(row("half", 3, None, sent=400, seconds=9.0), scores={})
+    (found,) = groups_of([*ROWS[2:4], early], {"half": "half"})
+    assert (found.bytes, found.step_seconds, found.failed) == (50, 1.0, 1)
+
+
 def test_a_group_may_have_another_baseline() -> None:
     baselines = {**BASELINES, "half": "half", "best": "half"}
     groups = {group.name: group for group in groups_of(ROWS, baselines)}

@@ -310,6 +310,9 @@ def test_the_committed_leaderboard_follows_from_the_rows(tmp_path: Path) -> None
     ("tool", "flags", "words"),
     [
         (leaderboard.main, ["--results", "absent.jsonl"], "--results: absent.jsonl is no file"),
+        (leaderboard.main, ["--shorter", "absent.jsonl"], "--shorter: absent.jsonl is no file"),
+        (leaderboard.main, ["--times", "absent.json"], "--times: absent.json is no file"),
+        (leaderboard.main, ["--times", str(TIER)], "no file of step times: JSONDecodeError"),
         (step_times.main, ["--entries", "powersgd"], "--entries powersgd: must be one of"),
         (step_times.main, ["--rounds", "0"], "--rounds 0: must be at least 1"),
     ],

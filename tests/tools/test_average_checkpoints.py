@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.checkpoint.find import ENVIRONMENT, SAVE
 from megatron.checkpoint.io import Files
 from megatron.checkpoint.store import Checkpoint, LocalShard, save_checkpoint, whole
 from tests.ranks import Ranks
@@ -70,6 +72,23 @@ def test_weights_and_buffers_are_means(
         for name in (f"{PARAM}a.weight", f"{PARAM}a.bias", "buffer/bn.running_mean"):
             wanted = torch.stack([weights(step)[name].double() for step in steps]).mean(0)
             assert torch.equal(saved.read(name), wanted.float())
+    assert (output / CONFIG).read_text() == "model: {}\n"
+
+
+def test_a_run_is_averaged_where_it_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its configuration, and never into either folder."""
+    run, elsewhere = make_run(tmp_path / "run", (2, 4)), make_run(tmp_path / "disk", (6, 8))
+    (elsewhere / CONFIG).unlink()
+    saved, output = (elsewhere / "checkpoints").rename(tmp_path / "saved"), tmp_path / "mean"
+    (run / ENVIRONMENT).write_text(json.dumps({SAVE: str(saved)}))
+    for inside in (run, run / "mean", saved):
+        given = [str(run), "--last", "2", "--output", str(inside)]
+        refused(capsys, given, 2, "the run that is read; give a folder outside")
+    assert main([str(run), "--last", "2", "--output", str(output)]) == 0
+    assert "steps 6, 8\n" in capsys.readouterr().out
+    assert (output / "checkpoints" / "step_00000008").is_dir()
     assert (output / CONFIG).read_text() == "model: {}\n"
 
 

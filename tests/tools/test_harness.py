@@ -66,9 +66,13 @@ def files(folder: Path, *names: str, line: Mapping[str, Any]) -> dict[str, Path]
     return found
 
 
-def score(folder: Path, tasks: Mapping[str, Path]) -> harness.HarnessScores:
+def score(
+    folder: Path, tasks: Mapping[str, Path], *, complete: bool = False
+) -> harness.HarnessScores:
     model = harness.ExportedModel(folder=folder / "exported", dtype="float32", max_length=16)
-    return harness.score(model, tasks, cache=folder / "cache", batch_size=4, limit=3)
+    return harness.score(
+        model, tasks, cache=folder / "cache", batch_size=4, limit=3, complete=complete
+    )
 
 
 def test_figures_have_our_names_and_offline_packages(asked: dict[str, Any], tmp_path: Path) -> None:
@@ -95,6 +99,14 @@ def test_it_begins_texts_with_a_mark_where_our_scores_do(
     make_marked_bpe(tmp_path / "exported")
     score(tmp_path, files(tmp_path, "piqa", "lambada_openai", line={"a": 1}))
     assert asked["model_args"]["add_bos_token"] is True
+
+
+def test_a_task_that_it_cannot_load_is_told_before_any_is_scored(
+    asked: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"cannot load record \(no module squad\)"):
+        score(tmp_path, files(tmp_path, "piqa", "record", line={"a": 1}), complete=True)
+    assert not asked
 
 
 def test_a_file_that_it_cannot_read_is_one_line(asked: dict[str, Any], tmp_path: Path) -> None:

@@ -50,10 +50,10 @@ def test_without_matplotlib_all_but_the_picture_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    for arguments in (TINY.split(), [*TINY.split(), *STILL, *PAPER]):
+    for arguments in ([*TINY.split(), "--no-measured"], [*TINY.split(), *STILL, *PAPER]):
         out = tmp_path / str(len(arguments))
         out.mkdir()
-        assert profile_memory.main([*arguments, "--no-measured", "--json", "--out", str(out)]) == 2
+        assert profile_memory.main([*arguments, "--json", "--out", str(out)]) == 2
         said = capsys.readouterr()
         assert said.err.count("\n") == 1 and "matplotlib" in said.err
         data = json.loads((out / "ledger.json").read_text())
@@ -178,6 +178,10 @@ def test_the_task_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "word"),
     [
         (["--strategy", "residual-0"], "residual-0"),
+        (["--strategy", "residual-1"], "--strategy: belongs to --accounting paper"),
+        (["--nonzero", "0.5"], "--nonzero: belongs to --accounting paper"),
+        ([*PAPER, "--no-measured"], "--no-measured: belongs to --accounting actual"),
+        ([*PAPER, "--rank", "1"], "--rank: belongs to --accounting actual"),
         (["--nonzero", "0"], "--nonzero"),
         (["--world-size", "0"], "--world-size"),
         (["--rank", "1"], "rank"),

@@ -270,6 +270,32 @@ def test_a_run_and_its_export_have_the_same_table(
     assert table[mrpc + 1].split()[0] == "F1"
 
 
+def test_a_bad_line_is_told_before_the_harness_scores(
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The label of GLUE's test files, -1, would count as wrong there."""
+    (line, *_) = (place / "tasks" / "sst2.jsonl").read_text().splitlines()
+    bad = tmp_path / "sst2.jsonl"
+    bad.write_text(f"{line}\n{json.dumps(json.loads(line) | {'label': -1})}\n")
+    monkeypatch.setattr(zero_shot.harness, "is_installed", lambda: True)
+    monkeypatch.setattr(zero_shot.harness, "score", None)
+    arguments = [str(place / "run"), "--tasks-dir", str(tmp_path), "--only", "sst2"]
+    assert zero_shot.main(arguments) == 3
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {bad}:2: ") and told.count("\n") == 1
+
+
+def test_a_name_that_is_too_long_is_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert zero_shot.main(["a" * 300, "--tasks-dir", str(place / "tasks")]) == 3
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1
+
+
 def test_json_has_null_for_an_infinite_perplexity() -> None:
     figures = {"perplexity": Estimate(value=math.inf, stderr=math.nan)}
     found = json.loads(

@@ -72,20 +72,25 @@ def score(
     cache: Path,
     batch_size: int,
     limit: int | None,
+    complete: bool,
 ) -> HarnessScores:
     """Score a model on the lines of each task's file.
+
+    With `complete` a task that the harness cannot load is an error, before any is scored.
 
     Standard errors are the harness's: of accuracies that of the mean, of perplexity and F1 by
     bootstrap. The harness keeps its tables of the files in the folder `cache`.
 
     Raises:
-        ConfigError: The harness cannot be imported.
+        ConfigError: The harness cannot be imported, or, with `complete`, not load a task.
         DataError: The harness cannot read a file.
     """
     harness, manager = _import()
     with contextlib.redirect_stdout(sys.stderr):
         with _failing_in_one_line():
             tasks, left_out = _load(manager, files, cache)
+        for name, reason in left_out.items() if complete else ():
+            raise ConfigError(f"--by harness: it cannot load {name} ({reason}); leave out --by")
         found = _evaluate(harness, manager, model, tasks, batch_size, limit) if tasks else {}
     return HarnessScores(
         version=str(getattr(harness, "__version__", "")),

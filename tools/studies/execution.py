@@ -65,14 +65,17 @@ class Launcher(Processes):
                 pass_fds=(lock,),
             )
 
-    def evaluate(self, score: Score, file: str, folder: Path, *, console: Path, lock: int) -> float:
-        """Return a score of the model of a run, which is computed on `file`.
+    def evaluate(
+        self, score: Score, file: str, folder: Path, *, step: int, console: Path, lock: int
+    ) -> float:
+        """Return a score of the model of a run after `step`, which is computed on `file`.
 
         Raises `ConfigError` if the tool fails, or its output has no such figure.
         """
         console.parent.mkdir(parents=True, exist_ok=True)
         out = console.with_suffix(f".{score.name}.json")
         command = [sys.executable, str(EVALUATE), str(folder), file, "--task", score.task, "--json"]
+        command += ["--checkpoint-step", str(step)]  # never an older one if the last is damaged
         with open(console, "ab") as stream, open(out, "wb") as output:
             code = self.wait_for(command, stdout=output, stderr=stream, pass_fds=(lock,))
         if code:
@@ -128,7 +131,7 @@ class Execution:
         Raises `ConfigError` for a row of other settings.
         """
         paths = sorted((self._work / "rows").glob("*.json"))
-        return self.checked(row for path in paths for row in read_rows(path))
+        return self.checked(self._own_row(path) for path in paths)
 
     def checked(self, rows: Iterable[StudyRow]) -> dict[str, StudyRow]:
         """Return the rows of runs that the study declares, by name, in the order of the study.
@@ -202,7 +205,7 @@ class Execution:
             self._make_checkpoint(self._study.base(run), run.fork.step, console=self._console(run))
         with self._lock(run) as lock:
             if self._row_file(run).is_file():  # another process made it in the meantime
-                return self.checked(read_rows(self._row_file(run)))[run.name]
+                return self.checked([self._own_row(self._row_file(run))])[run.name]
             self._claim(run)
             for step in self._commands.fork_steps(run):
                 self._make_checkpoint_locked(run, step, lock, self._console(run))
@@ -305,7 +308,7 @@ class Execution:
         for score in self._study.scores:
             file = self._commands.file_of(score)
             found[score.name] = self._launcher.evaluate(
-                score, file, folder, console=console, lock=lock
+                score, file, folder, step=self._commands.steps(run), console=console, lock=lock
             )
         return found
 
@@ -325,6 +328,13 @@ class Execution:
             flags=self._commands.declared(run),
             cores=len(os.sched_getaffinity(0)),
         )
+
+    def _own_row(self, path: Path) -> StudyRow:
+        """Return the row in the file of a run; raise `ConfigError` if it has no such row."""
+        rows = read_rows(path)
+        if [row.name for row in rows] != [path.stem]:
+            raise ConfigError(f"{path}: must hold the row of {path.stem} alone; remove the file")
+        return rows[0]
 
     def _row_file(self, run: DeclaredRun) -> Path:
         return self._work / "rows" / f"{run.name}.json"

@@ -199,12 +199,19 @@ def write_row(path: Path, row: StudyRow) -> None:
 def read_rows(path: Path) -> list[StudyRow]:
     """Return the rows of a file of results; none without a file.
 
-    Raises `ConfigError` for a line that is no row or whose digest is wrong.
+    Raises `ConfigError` for a line that is no row or whose digest is wrong, and for a second row of
+    a run.
     """
     if not path.exists():
         return []
-    lines = path.read_bytes().splitlines()
-    return [_row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    found: dict[str, StudyRow] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            row = _row(f"{path}:{number}", line)
+            if row.name in found:
+                raise ConfigError(f"{path}:{number}: a second row of {row.name}; remove one")
+            found[row.name] = row
+    return list(found.values())
 
 
 @contextmanager

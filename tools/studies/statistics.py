@@ -232,6 +232,9 @@ def _group(
     gaps: Mapping[int, float],
     scatter: float | None,
 ) -> SeedGroup:
+    failed = sum(row.valid_loss is None for row in rows)
+    # A run that ended early has not sent what the whole run would.
+    rows = [row for row in rows if row.valid_loss is not None] or rows
     error = standard_error(list(gaps.values())) if len(gaps) > 1 else scatter
     names = dict.fromkeys(name for row in rows for name in row.scores)
     return SeedGroup(
@@ -246,7 +249,7 @@ def _group(
         step_seconds=_of_known(statistics.fmean, (row.step_seconds for row in rows)),
         peak_memory=_of_known(max, (row.peak_memory for row in rows)),
         clipped=statistics.fmean(row.clipped for row in rows),
-        failed=sum(row.valid_loss is None for row in rows),
+        failed=failed,
         scores={
             name: statistics.fmean(row.scores[name] for row in rows if name in row.scores)
             for name in names

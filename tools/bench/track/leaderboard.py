@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.errors import ConfigError, SparsetronError
+from megatron.errors import ConfigError, DataError, SparsetronError
 from megatron.metrics.log_line import memory_size
 from tools.bench.common.netlab import NO_LIMIT
 from tools.bench.common.page_files import table, write_page
@@ -98,6 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not options.results.is_file():
             raise ConfigError(f"--results: {options.results} is no file; tools/study.py makes it")
+        for flag, file, usual in (
+            ("--shorter", options.shorter, SHORTER),
+            ("--times", options.times, FILE),
+        ):
+            if file != usual and not file.is_file():
+                raise ConfigError(f"{flag}: {file} is no file")
         study = read_study(options.tier)
         commands = Commands(study, Path("runs"), Path("data"))
         check_entries(study, commands)
@@ -107,15 +113,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dense = dense_losses(study, rows, options.shorter)
         standings = standings_of(study, commands, rows, read_times(options.times), dense)
         target = target_of(study, rows)
+        print(text := as_markdown(standings, target, study, dense))
+        values = {
+            "target": target and asdict(target),
+            "entries": [asdict(each) for each in standings],
+        }
+        write_page(options.out or (FOLDER if is_committed else None), text=text, values=values)
     except SparsetronError as error:
         print(f"leaderboard: {error}", file=sys.stderr)
         return error.exit_code
-    print(text := as_markdown(standings, target, study, dense))
-    values = {
-        "target": target and asdict(target),
-        "entries": [asdict(each) for each in standings],
-    }
-    write_page(options.out or (FOLDER if is_committed else None), text=text, values=values)
+    except OSError as error:
+        print(f"leaderboard: {error}", file=sys.stderr)
+        return DataError.exit_code
     return 0
 
 

@@ -17,9 +17,10 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import ConfigError, SparsetronError
 from megatron.report.runs import RunData, read_run
@@ -135,8 +136,7 @@ def timed_runs(
         found[name] = _timed(study, entry, before=max(WARM_UP, cycle_of(config) + 1))
         if start_of(config):
             wire = wire_of(config)
-            flags = {**first[study.baseline].flags}
-            del flags["grad-wire"]
+            flags = {k: v for k, v in first[study.baseline].flags.items() if k != "grad-wire"}
             flags |= {} if wire == "fp32" else {"grad-wire": wire}
             dense = replace(first[study.baseline], group=before_name(wire), flags=flags)
             found[dense.group] = _timed(study, dense, before=WARM_UP)
@@ -194,16 +194,20 @@ def measure(
 
 
 def read_times(path: Path) -> dict[str, dict[str, StepTime]]:
-    """Return step times by rate and entry; none without a file."""
+    """Return step times by rate and entry; none without a file.
+
+    Raises `ConfigError` for a file of something else.
+    """
     if not path.is_file():
         return {}
-    content: Mapping[str, Sequence[Mapping[str, object]]] = json.loads(
-        path.read_text(encoding="utf-8")
-    )
-    return {
-        rate: {each["entry"]: StepTime(**each) for each in entries}  # type: ignore[misc,arg-type]
-        for rate, entries in content.items()
-    }
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            rate: {each["entry"]: StepTime(**each) for each in entries}
+            for rate, entries in content.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: no file of step times: {error!r}") from None
 
 
 def add_times(path: Path, rate: str, found: Sequence[StepTime]) -> None:
