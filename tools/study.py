@@ -73,6 +73,8 @@ def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
     # The tasks of an array would all write one file.
     writes = not (options.list or options.report or is_array_task())
     _check_results(results, write=writes)
+    if options.report:
+        _check_out(options.out or work, results, options.against)
     rows = _collect(execution, results, write=writes)
     done = [row.name for row in rows]
     if options.list:
@@ -80,11 +82,7 @@ def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
             print(f"{run.name:40} {'done' if run.name in done else ''}".rstrip())
         return 0
     if options.report:
-        out = options.out or work
-        for file in (results, options.against):
-            if file is not None and file.resolve() == (out / VALUES).resolve():
-                raise ConfigError(f"--out {out}: the report would replace {file}; give another")
-        return _report(study, rows, out, options.against)
+        return _report(study, rows, options.out or work, options.against)
     if options.text_folder is not None:
         if study.vocabulary is None:
             raise ConfigError(f"--text-folder: {study.path} has no vocabulary to train on it")
@@ -124,6 +122,13 @@ def _check_results(results: Path, *, write: bool) -> None:
         raise ConfigError(f"--results: {results}: lies in a file; give a folder") from None
     except OSError as error:
         raise ConfigError(f"--results: {results}: {error.strerror}; give another file") from None
+
+
+def _check_out(out: Path, *rows: Path | None) -> None:
+    """Refuse a folder of the report in which its values would replace a file of rows."""
+    for file in rows:
+        if file is not None and file.resolve() == (out / VALUES).resolve():
+            raise ConfigError(f"--out {out}: the report would replace {file}; give another folder")
 
 
 def _collect(execution: Execution, results: Path, *, write: bool) -> list[StudyRow]:

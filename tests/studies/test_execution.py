@@ -482,7 +482,7 @@ def test_only_a_start_that_makes_runs_writes_results(
         assert words in capsys.readouterr().err
     values = [*command[:-1], str(tmp_path / "page" / "results.json"), "--report", *compared[1:3]]
     assert tool.main(values) == 2, "the report would replace the rows"
-    assert "results.json; give another" in capsys.readouterr().err
+    assert "results.json; give another folder" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     assert tool.main([*command, "--only", NAMES[0]]) == 0
     assert not results.parent.exists()
