@@ -856,7 +856,7 @@ _READ_WITH: tuple[tuple[str, tuple[str, ...], str, Callable[[Config], bool]], ..
 def _unread(c: Config) -> Notice:
     found: list[str] = []
     for section, names, flag, is_given in _READ_WITH:
-        options = getattr(c, section)
+        options: object = getattr(c, section)
         specs = specs_of(type(options), section)
         values = {name: getattr(options, name) for name in names}
         chosen = [
