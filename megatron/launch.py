@@ -55,8 +55,8 @@ START_RIGHT = (
 class Launch:
     """The rank and the world size that the launcher gave this process.
 
-    `launcher` is torchrun, srun, mpiexec or none. `began` is when the process asked, on the
-    monotonic clock.
+    `launcher` is torchrun, srun, mpiexec or none. `began` is the time on the monotonic clock
+    at which the process detected its launch.
     """
 
     launcher: str

@@ -235,15 +235,16 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the running code, with `-dirty` if it differs; None outside git.
+    """Return the commit of the running code, with `-dirty` if it differs; None if git fails.
 
     A program that the commit lacks differs from it. Rows and pages do not count: a study adds rows
     to a file of the repository between its runs.
     """
     commit = _git("describe", "--always")
-    if commit is None:
+    changed = _git("status", "--porcelain", "--", *PROGRAMS)
+    if commit is None or changed is None:
         return None
-    return commit if _git("status", "--porcelain", "--", *PROGRAMS) == "" else f"{commit}-dirty"
+    return f"{commit}-dirty" if changed else commit
 
 
 def _git(*arguments: str) -> str | None:

@@ -313,7 +313,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="share of nonzeros in sparse tensors, in the report's accounting (1)",
     )
     options, rest = parser.parse_known_args(argv)
-    other, names = _OF_THE_OTHER[options.accounting]
+    other, names = _OTHER_ACCOUNTING[options.accounting]
     for name in names:
         if getattr(options, name) != parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"
@@ -323,7 +323,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, [*config, *rest]
 
 
-_OF_THE_OTHER = {
+_OTHER_ACCOUNTING = {
     "actual": ("paper", ("strategy", "nonzero")),
     "paper": ("actual", ("rank", "no_measured")),
 }
