@@ -306,11 +306,9 @@ def test_an_evaluation_that_fails_loses_no_step(ranks: Ranks, tmp_path: Path) ->
     """A step whose save is due is saved first."""
     flags = TINY.replace("--eval-interval 100", "--eval-interval 3 --save-interval 3")
     for steps, step in (("8", 3), ("2", 2)):
-        run_dir, shorter = (
-            tmp_path / steps,
-            flags.replace("--train-iters 8", f"--train-iters {steps}"),
-        )
-        ranks.run(2, on_rank_whose_evaluation_fails, shorter, run_dir)
+        run_dir = tmp_path / steps
+        length = f"--train-iters {steps}"
+        ranks.run(2, on_rank_whose_evaluation_fails, f"{flags} {length}", run_dir)
         names = [path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir()]
         assert names == [f"step_{step:08}"]
 
