@@ -153,6 +153,7 @@ class Trainer:
                 f"all {self.total_iterations} steps are done; raise {length} to continue, or give "
                 "--skip-train to evaluate again"
             )
+            self._end_round()
             evaluate = self._evaluate_if_missing
             request = evaluate("valid", self.readers.valid)
         elif (left := self._train_steps_and_settle()) is not None:
@@ -162,6 +163,17 @@ class Trainer:
         if request is ExitRequest.STOP:
             self.requests.left()
         return _left_by(request) or TrainOutcome(EXIT_DONE)
+
+    def _end_round(self) -> None:
+        """Average and save the replicas of a run that was left inside a round and is shorter now.
+
+        Collective over the world if the run takes local steps.
+        """
+        local = self.engine.local_steps
+        if local is not None and self._on_any_rank(local.is_left):
+            self.optimizer.end_round()
+            self.metrics.log("the round of local steps that was left ends here")
+            self._save(ExitRequest.NONE, wait=True)
 
     def _train_steps_and_settle(self) -> TrainOutcome | None:
         try:

@@ -336,9 +336,16 @@ def _check_length(options: RadiusConfig, total: int) -> None:
             f"radius_start_iter {start} is past the last of {total} steps; give a lower one, or "
             "--radius-start-fraction"
         )
-    fitting = fitting_interval(first := max(start, 1), total, interval)
+    if interval == 1:
+        return  # Every step resamples, as asked.
+    # A resample in the last step would leave no step to send a part.
+    fitting = fitting_interval(first := max(start, 1), total - 1, interval)
     if fitting != interval:
+        way_out = "start earlier, or train longer"
+        if fitting:
+            way_out = f"--radius-interval {fitting} would do"
         raise ConfigError(
-            f"radius_interval {interval}: no step from {first}, where Radius starts, to {total}, "
-            f"the last, is a multiple of it; --radius-interval {fitting} would do"
+            f"radius_interval {interval}: no step from {first}, where Radius starts, to "
+            f"{total - 1}, the last but one, is a multiple of it, so that none would send a part; "
+            f"{way_out}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 from typing import Literal
 
@@ -117,7 +118,31 @@ class SamoConfig:
         return Fraction(str(self.samo_sparsity))
 
 
+def _changes(options: SamoConfig, *prefixes: str) -> bool:
+    """Return whether a setting whose name begins so is not the default."""
+    return any(
+        getattr(options, field.name) != field.default
+        for field in dataclasses.fields(options)
+        if field.name.startswith(prefixes)
+    )
+
+
 SAMO_PAIRS: tuple[RefusedPair, ...] = (
+    refused_pair(
+        "settings of DSR without dsr_interval",
+        lambda c: (o := options_of(c, SamoConfig)).dsr_interval is None and _changes(o, "dsr_"),
+        "masks stay as they are, and nothing reads the settings",
+        "give --dsr-interval, or drop them",
+    ),
+    refused_pair(
+        "samo_early_bird_interval or samo_early_bird_distance without samo_pruning early-bird",
+        lambda c: (
+            (o := options_of(c, SamoConfig)).samo_pruning != "early-bird"
+            and _changes(o, "samo_early_bird_")
+        ),
+        "no ticket is drawn",
+        "give --samo-pruning early-bird, or drop them",
+    ),
     refused_pair(
         "samo_pruning file without samo_mask_file",
         lambda c: (

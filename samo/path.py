@@ -176,10 +176,11 @@ def _check_length(config: Config, total: int) -> None:
     options = options_of(config, SamoConfig)
     interval = options.samo_early_bird_interval
     waits = options.samo_pruning == "early-bird" and options.sparsity > 0
-    if waits and (ticket := first_ticket(interval)) > total:
+    if waits and (ticket := first_ticket(interval)) >= total:
         raise ConfigError(
             f"samo_early_bird_interval {interval}: the first ticket could be drawn after step "
-            f"{ticket}, the run has {total}; lower it, or train longer"
+            f"{ticket}, which leaves no step of {total} to the pruned network; lower it, or train "
+            "longer"
         )
     if waits and (problem := _why_radius_never_begins(config)(first_ticket(interval) + 1, total)):
         raise ConfigError(f"samo_early_bird_interval {interval}: {problem}")

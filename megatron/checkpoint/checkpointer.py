@@ -324,6 +324,11 @@ class Checkpointer:
             progress.skipped_in_row = int(mine["skipped_in_row"])
         self.groups.world.raise_on_all_ranks(lambda: self._check_rest(progress, origin))
         self.metrics.log(f"loaded checkpoint {origin.path} of step {saved.step}")
+        if (local := self.engine.local_steps) is not None and local.is_left:
+            self.metrics.log(
+                "it is inside a round of local steps: evaluations use the average with which the "
+                "round began"
+            )
         return progress
 
     def _check(self, saved: Checkpoint, weights_only: bool, own: bool) -> None:

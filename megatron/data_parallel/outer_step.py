@@ -188,12 +188,26 @@ class LocalReducer(GradientReducer):
         Returns:
             The buckets whose weights were set.
         """
-        ended, sent = [], []
-        for anchor, weight in zip(self.anchors, weights, strict=True):
+        for anchor in self.anchors:
             anchor.is_left = not self._rounds.ends(anchor.fragment, iteration)
-            if not anchor.is_left:
-                ended.append((anchor, weight))
-                sent.append(self._send(anchor, weight))
+        return self._average([not anchor.is_left for anchor in self.anchors], weights)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the replicas of this rank's weights have taken steps since the last average."""
+        return any(anchor.is_left for anchor in self.anchors)
+
+    def end_round(self, weights: Sequence[torch.Tensor]) -> list[GradBucket]:
+        """Average what the replicas have changed since the last average, as `end_step` does."""
+        left = [anchor.is_left for anchor in self.anchors]
+        for anchor in self.anchors:
+            anchor.is_left = False
+        return self._average(left, weights)
+
+    def _average(self, chosen: Sequence[bool], weights: Sequence[torch.Tensor]) -> list[GradBucket]:
+        pairs = zip(self.anchors, weights, strict=True)
+        ended = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if is_chosen]
+        sent = [self._send(anchor, weight) for anchor, weight in ended]
         for (anchor, weight), transfer in zip(ended, sent, strict=True):
             self._receive(anchor, weight, transfer)
         self._averaged += sum(

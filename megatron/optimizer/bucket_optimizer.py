@@ -173,6 +173,11 @@ class BucketOptimizer:
         if (local := self.engine.local_steps) is not None:
             self._copy_buckets_to_params(local.end_step(iteration, self._masters()))
 
+    def end_round(self) -> None:
+        """End the round of local steps that an earlier start left. Collective as `end_step`."""
+        assert self.engine.local_steps is not None, "called for a run of local steps"
+        self._copy_buckets_to_params(self.engine.local_steps.end_round(self._masters()))
+
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Hold in the context, on every rank, the weights that data-parallel ranks have in common.

@@ -95,9 +95,12 @@ def test_a_density_outside_its_range_is_refused(density: str) -> None:
             "of them",
         ),
         ("--radius-start-iter 1001", "radius_start_iter 1001 is past the last of 1000 steps"),
-        ("--radius-interval 2000", "--radius-interval 1000 would do"),
-        ("--radius-interval 300 --radius-start-iter 950", "--radius-interval 250 would do"),
-        ("--radius-interval 999 --radius-start-iter 1000", "--radius-interval 500 would do"),
+        ("--radius-interval 2000", "--radius-interval 999 would do"),
+        ("--radius-interval 300 --radius-start-iter 950", "--radius-interval 249 would do"),
+        (
+            "--radius-interval 999 --radius-start-iter 1000",
+            "so that none would send a part; start earlier",
+        ),
         (
             "--radius-schedule rolling --adam-beta1 0",
             "or give --radius-schedule paper",
@@ -128,7 +131,7 @@ def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> No
 @pytest.mark.parametrize(
     "flags",
     [
-        "--radius-interval 1000",
+        "--radius-interval 999",
         "--radius-interval 2000 --radius-density 1",
         "--skip-loss-spikes 4",
         "--bf16 --grad-reduce-in-bf16",
@@ -171,10 +174,10 @@ def test_a_run_counted_in_samples_is_as_long_as_its_steps() -> None:
     base = BASE.replace("--train-iters 1000", "--train-samples 1000")
     read("--global-batch-size 4", base)
     said = refused("--global-batch-size 8 --radius-start-iter 1", base)
-    assert "from 1, where Radius starts, to 125" in said
+    assert "from 1, where Radius starts, to 124" in said
     # The batch follows from the number of ranks, and is known when the path is built.
     config = resolve(read("--radius-interval 9999", base), 10)
-    with pytest.raises(ConfigError, match="to 50, the last, is a multiple of it"):
+    with pytest.raises(ConfigError, match="to 49, the last but one, is a multiple of it"):
         RadiusPath().build(config, [], alone())
     RadiusPath().build(resolve(read("--radius-interval 40", base), 10), [], alone())
 

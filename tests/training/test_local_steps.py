@@ -118,6 +118,23 @@ def test_a_run_that_stops_in_a_round_or_at_its_end_continues_bit_by_bit(
         assert metrics_of(tmp_path / "whole", key) == metrics_of(tmp_path / "halves", key)
 
 
+@pytest.mark.parametrize("more", ["", "--local-fragments 2 --ddp-bucket-size 4096"])
+def test_a_round_that_is_left_ends_where_the_run_is_made_shorter(
+    ranks: Ranks, tmp_path: Path, more: str
+) -> None:
+    flags = f"{LOCAL} --lr-decay-style constant {more}"
+    run(ranks, 2, f"{flags} --exit-interval 3", tmp_path / "left")
+    log = tmp_path / "left" / "log.txt"
+    run(ranks, 2, f"{flags} --skip-train", tmp_path / "left")
+    assert "evaluations use the average with which the round began" in log.read_text()
+    shorter = run(ranks, 2, f"{flags} --train-iters 3", tmp_path / "left")
+    assert "the round of local steps that was left ends here" in log.read_text()
+    whole = run(ranks, 2, f"{flags} --train-iters 3", tmp_path / "whole")
+    assert differing(whole, shorter) == []
+    again = run(ranks, 2, f"{flags} --train-iters 3", tmp_path / "left")
+    assert differing(whole, again) == [] and log.read_text().count("ends here") == 1
+
+
 def test_replicas_differ_in_a_round_and_agree_at_its_end(ranks: Ranks, tmp_path: Path) -> None:
     inside = run(ranks, 2, f"{LOCAL} --exit-interval 3", tmp_path / "inside")
     assert any(
