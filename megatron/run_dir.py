@@ -13,7 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.find import CHECKPOINTS, ENVIRONMENT, SAVE, save_directory
+from megatron.checkpoint.find import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    SAVE,
+    loads_elsewhere,
+    save_directory,
+)
 from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, brief_settings, to_yaml
 from megatron.config.compilation import choose_compilation
@@ -125,6 +131,7 @@ def keep_config(config: Config, run_dir: Path) -> None:
     """Write the resolved configuration and the versions, once the run is sure to train with them.
 
     The folder of `--save`, which the configuration file leaves out, is recorded with the versions.
+    A `--ckpt-step` of the run's own checkpoints is left out, since later starts have newer ones.
     A start that was refused or that only evaluates leaves the files of the run that trained. Raises
     `ConfigError` if the files cannot be written, and then leaves no partial file.
     """
@@ -133,6 +140,9 @@ def keep_config(config: Config, run_dir: Path) -> None:
     save, facts = os.path.abspath(save_directory(config, run_dir)), environment()
     if os.path.realpath(save) != os.path.realpath(run_dir / CHECKPOINTS):
         facts[SAVE] = save
+    if not loads_elsewhere(config, run_dir):
+        checkpoint = dataclasses.replace(config.checkpoint, ckpt_step=None)
+        config = dataclasses.replace(config, checkpoint=checkpoint)
     with writing_to(run_dir):
         replace_text(run_dir / CONFIG, to_yaml(config))
         replace_text(run_dir / ENVIRONMENT, json.dumps(facts, indent=1) + "\n")

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from megatron import launch, run_dir
-from megatron.config import resolve, to_yaml
+from megatron.config import parse, resolve, to_yaml
 from megatron.errors import ConfigError
 from megatron.launch import job_environment
 from megatron.low_memory.checkpoint_interval import describe_interval
 from megatron.run_dir import announce, environment, keep_config, lock_run_dir
 from megatron.status import Status, read_status, write_status
+from pretrain_gpt import GRADIENT_PATHS
 from tests.config.helpers import read
 
 
@@ -153,6 +154,14 @@ def test_a_full_disk_leaves_no_part_of_the_configuration(
     monkeypatch.undo()
     keep_config(config, tmp_path)
     assert (tmp_path / "config.yaml").read_text() == to_yaml(config)
+
+
+def test_the_configuration_names_a_step_of_another_run_alone(tmp_path: Path) -> None:
+    """A step of the run's own checkpoints is not the newest any more when the run resumes."""
+    for flags, kept in (("", None), (f"--load {tmp_path}", None), ("--load other", 3)):
+        keep_config(resolve(read("--ckpt-step", "3", *flags.split()), 1), tmp_path)
+        written = parse(["--config", str(tmp_path / "config.yaml")], paths=GRADIENT_PATHS)
+        assert written.checkpoint.ckpt_step == kept
 
 
 def test_a_run_folder_in_a_loop_of_links_is_refused(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from megatron.checkpoint.verify import read_manifest  # noqa: E402
 from megatron.config.fields import show_plain  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
-from tools.run_model import CONFIG, PARAM, find_step  # noqa: E402
+from tools.run_model import CONFIG, PARAM, find_step, script_of  # noqa: E402
 from tools.verify_checkpoint import print_table  # noqa: E402
 
 _NUMBER = re.compile(r"[0-9./]{1,100}([eE][-+]?[0-9]{1,3})?")
@@ -125,7 +125,7 @@ def print_ways(place: Path, step: Path, output: Path, *, overwrite: bool) -> Non
     directory = step.parent
     run = directory.parent if directory.name == CHECKPOINTS else directory
     config = (place if (place / CONFIG).is_file() else run) / CONFIG
-    command = ["python", _entry(config), "--config"]
+    command = ["python", script_of(config), "--config"]
     command.append(_usable(config, output, overwrite) if config.is_file() else "CONFIG_OF_THE_RUN")
     command += ["--run-dir", "NEW", "--grad-path", "samo", "--samo-pruning", "file"]
     command += ["--samo-mask-file", str(output)]
@@ -141,13 +141,6 @@ def print_ways(place: Path, step: Path, output: Path, *, overwrite: bool) -> Non
         f"train from the weights of step K, one of {', '.join(map(str, steps))}:\n"
         f"  {shlex.join([*command, *load])}"
     )
-
-
-def _entry(config: Path) -> str:
-    """Return the script of the run, which the first line of its configuration names."""
-    first = config.read_text(encoding="utf-8").partition("\n")[0] if config.is_file() else ""
-    named = re.search(r"pretrain_[a-z0-9_]+\.py", first)
-    return named[0] if named else "pretrain_gpt.py"
 
 
 def _usable(config: Path, output: Path, overwrite: bool) -> str:

@@ -7,6 +7,7 @@ folder alone, from the checkpoint.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 PARAM = "param/"
 WORD_TABLE = f"{PARAM}embedding.word_embeddings.weight"
 CONFIG = "config.yaml"
+GPT_SCRIPT = "pretrain_gpt.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,10 @@ def find_model(place: Path, *, step: int | None = None) -> SavedModel:
         raise ConfigError(f"{run}: {danger}")
     if run is None and not there:
         raise ConfigError(f"{place}: no {CONFIG} there; give the folder of a run")
+    if run is not None and (script := script_of(run / CONFIG)) != GPT_SCRIPT:
+        raise ConfigError(
+            f"{run}: is a run of {script}, and only runs of {GPT_SCRIPT} are read here"
+        )
     described = (
         None if run is None else parse(["--config", str(run / CONFIG)], paths=GRADIENT_PATHS)
     )
@@ -117,6 +123,16 @@ def find_model(place: Path, *, step: int | None = None) -> SavedModel:
         seed=0,
         param_dtype="float32",
     )
+
+
+def script_of(config: Path) -> str:
+    """Return the script of a run: that in the first line of its configuration, else of GPT."""
+    try:
+        text = config.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return GPT_SCRIPT
+    named = re.search(r"pretrain_[a-z0-9_]+\.py", text.partition("\n")[0])
+    return named[0] if named else GPT_SCRIPT
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:

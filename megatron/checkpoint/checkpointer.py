@@ -117,7 +117,7 @@ def opened(
     with Checkpoint.open(origin.path, verify=False) as saved:
         was = saved.state.get("identity", {})
         weights_only = config.checkpoint.finetune and not origin.own
-        check_identity(was, identity, where=origin.path, model_only=weights_only)
+        check_identity(was, identity, where=origin.path, own=origin.own, model_only=weights_only)
         yield StartingCheckpoint(saved, same_path=not path_differences(was, identity))
 
 
@@ -334,7 +334,7 @@ class Checkpointer:
     def _check(self, saved: Checkpoint, weights_only: bool, own: bool) -> None:
         asked = self.config.checkpoint
         was = saved.state.get("identity", {})
-        check_identity(was, self.identity, where=saved.path, model_only=weights_only)
+        check_identity(was, self.identity, where=saved.path, own=own, model_only=weights_only)
         if not weights_only:
             check_path(
                 was,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.fields import specs_of
+from megatron.config.fields import specs_of, split_shares
 from megatron.config.megatron_flags import RETIRED_VALUES
-from megatron.data.indexed_dataset import changes
-from megatron.errors import CheckpointError
+from megatron.data.indexed_dataset import changes, without_suffix
+from megatron.errors import CheckpointError, ConfigError
 
 _LATER: dict[str, Any] = {
     "model.use_rope_scaling": False,
@@ -100,21 +101,25 @@ def with_schedule(config: Config, was: Mapping[str, Any]) -> Config:
 
 
 def check_identity(
-    was: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, model_only: bool
+    was: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, own: bool, model_only: bool
 ) -> None:
     """Raise `CheckpointError` naming the settings that differ.
 
     With `model_only`, for a run that takes only the weights, the settings of the model except its
-    sequence length are compared; otherwise all settings outside the gradient path.
+    sequence length are compared; otherwise all settings outside the gradient path. A run that
+    resumes (`own`) and one that begins with the checkpoint of another are told different ways out.
     """
     weights = {key for key in now if key.startswith("model.") and key != "model.seq_length"}
     checked = weights if model_only else {key for key in now if _section(key) in _SECTIONS}
     differing = _differences(was, now, checked)
-    if differing:
-        raise CheckpointError(
-            f"{where}: belongs to another run: {_few(differing)}; use another --run-dir, or give "
-            "the same settings"
-        )
+    if not differing:
+        return
+    way_out = "give the same settings"
+    if own:
+        way_out = "use another --run-dir, or give the same settings"
+    elif not _differences(was, now, weights):
+        way_out = "give --finetune to take its weights alone, or give the same settings"
+    raise CheckpointError(f"{where}: belongs to another run: {_few(differing)}; {way_out}")
 
 
 def path_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -191,12 +196,24 @@ def _today(key: str, value: object) -> object:
     return value
 
 
+def _in_one_spelling(key: str, value: object) -> object:
+    """Return a value in a form that is equal for all spellings that a run reads alike."""
+    name = key.rpartition(".")[2]
+    if key == "data.split" and isinstance(value, str):
+        with contextlib.suppress(ConfigError):  # of a manifest that no run has written
+            return split_shares(value)
+    if name.endswith("data_path") and isinstance(value, list):
+        return [str(Path(without_suffix(str(item)))) for item in value]
+    return value
+
+
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: set[str]) -> list[str]:
     return [
-        f"{key}: {there!r} there, {now.get(key)!r} here"
+        f"{key}: {there!r} there, {here!r} here"
         for key in sorted(keys)
         if key in was or now.get(key) not in _ADDED.get(key, ())
-        if (there := _today(key, was.get(key, _LATER.get(key)))) != now.get(key)
+        if _in_one_spelling(key, there := _today(key, was.get(key, _LATER.get(key))))
+        != _in_one_spelling(key, here := now.get(key))
     ]
 
 

@@ -346,6 +346,18 @@ def steps_folder(place: Path) -> Path:
     return checkpoints_folder(place) if recorded == place / CHECKPOINTS else recorded
 
 
+def loads_elsewhere(config: Config, run_dir: Path) -> bool:
+    """Return whether `--load` names another folder than that to which a run saves.
+
+    Raises `CheckpointError` if a folder cannot be read.
+    """
+    load, own_place = config.checkpoint.load, save_directory(config, run_dir)
+    # Path.resolve raises RuntimeError for a loop of links.
+    return load is not None and (
+        os.path.realpath(steps_folder(Path(load))) != os.path.realpath(own_place)
+    )
+
+
 @dataclass(frozen=True)
 class CheckpointSource:
     """The step folder from which a run starts.
@@ -374,18 +386,16 @@ def locate_checkpoint(
 
     Raises:
         CheckpointError: Committed folders exist and none verifies; `--load` names another folder in
-            which nothing was ever committed; `--save` names a run folder whose own checkpoints the
-            run would not continue; `--ckpt-step` names a step of this run's own folder that is not
-            its newest, since two histories would then share the later steps.
+            which nothing was ever committed; the run folder has checkpoints elsewhere, or `--save`
+            names a run folder that has some, which the run would not continue; `--ckpt-step` names
+            a step of this run's own folder that is not its newest, since two histories would then
+            share the later steps.
     """
     # The folder of --ckpt-step is also the newest one, if it is of this run.
     verify = cache(partial(verify_folder, hashes=False) if look else verify)
     asked = config.checkpoint
     own_place = save_directory(config, run_dir)
-    elsewhere = asked.load is not None and (
-        # Path.resolve raises RuntimeError for a loop of links.
-        os.path.realpath(checkpoints_folder(Path(asked.load))) != os.path.realpath(own_place)
-    )
+    elsewhere = loads_elsewhere(config, run_dir)
     own_step = None if elsewhere else asked.ckpt_step
     own = None
     with failing_as(own_place, "read"):
@@ -406,13 +416,14 @@ def locate_checkpoint(
         return CheckpointSource(own, own=True)
     if asked.load is None:
         _refuse_to_ignore(own_place)
+        _refuse_to_begin_again(run_dir, own_place)
         return None
-    other = None
+    other, place = None, steps_folder(Path(asked.load))
     if elsewhere:
-        other = find_checkpoint(asked.load, log=log, step=asked.ckpt_step, verify=verify)
+        other = find_checkpoint(place, log=log, step=asked.ckpt_step, verify=verify, literal=True)
     if other is None and (elsewhere or asked.exit_on_missing_checkpoint):
         raise CheckpointError(
-            f"{asked.load}: no checkpoint was ever committed there; check --load, or leave it "
+            f"{place}: no checkpoint was ever committed there; check --load, or leave it "
             "out to start at step 0"
         )
     return CheckpointSource(other, own=False) if other is not None else None
@@ -438,3 +449,15 @@ def _refuse_to_ignore(directory: Path) -> None:
             f"give --save {inner} to continue that run, or --load {directory} to begin with its "
             "newest"
         )
+
+
+def _refuse_to_begin_again(run_dir: Path, own_place: Path) -> None:
+    """Raise `CheckpointError` for a run folder whose checkpoints are not where this start saves."""
+    for place in (recorded_directory(run_dir), run_dir / CHECKPOINTS):
+        with failing_as(place, "read"):
+            is_other = os.path.realpath(place) != os.path.realpath(own_place) and place.is_dir()
+        if is_other and list_steps(place).committed:
+            raise CheckpointError(
+                f"{place}: has the checkpoints of {run_dir}, which would begin again at step 0 and "
+                f"save to {own_place}; give --save {place} to resume, or another --run-dir"
+            )

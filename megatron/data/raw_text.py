@@ -342,7 +342,7 @@ def _records(
     elif text_unit == "paragraph":
         yield from _paragraphs(stream, max_bytes)
     else:
-        text = stream.read(max_bytes + 1).removeprefix(_BOM)
+        text = stream.read(len(_BOM) + max_bytes + 1).removeprefix(_BOM)
         if len(text) > max_bytes:
             yield 1, Oversized(len(text))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import zipfile
@@ -12,7 +13,13 @@ import pytest
 import torch
 from checkpoint_helpers import FailingFiles, QuickFiles, rewrite_manifest, tree
 
-from megatron.checkpoint.find import CheckpointSource, find_checkpoint, locate_checkpoint
+from megatron.checkpoint.find import (
+    ENVIRONMENT,
+    SAVE,
+    CheckpointSource,
+    find_checkpoint,
+    locate_checkpoint,
+)
 from megatron.checkpoint.format import NewerFormat
 from megatron.checkpoint.store import Checkpoint, save_checkpoint
 from megatron.config import Config, parse, resolve
@@ -236,3 +243,43 @@ def test_a_folder_to_save_to_with_checkpoints_in_it_is_not_ignored(run: Path) ->
         locate_checkpoint(config_of(f"--save {run}"), run, log=print)
     found = locate_checkpoint(config_of(f"--save {run / 'checkpoints'}"), run, log=print)
     assert found == CheckpointSource(run / "checkpoints" / "step_00000030", own=True)
+
+
+def recorded(run_dir: Path, save: Path) -> None:
+    """Let a run folder record, as `keep_config` does, that its last start saved to `save`."""
+    (run_dir / ENVIRONMENT).write_text(json.dumps({SAVE: str(save)}))
+
+
+def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(
+    run: Path, tmp_path: Path
+) -> None:
+    """`--save` was given to one start and not to the next, or names another folder now."""
+    moved = config_of(f"--save {tmp_path / 'new'}")
+    with pytest.raises(CheckpointError, match=f"give --save {run / 'checkpoints'} to resume, or"):
+        locate_checkpoint(moved, run, log=print)
+    other = tmp_path / "other"
+    other.mkdir()
+    recorded(other, run / "checkpoints")
+    for config in (config_of(""), moved):
+        with pytest.raises(CheckpointError, match=f"give --save {run / 'checkpoints'} to resume"):
+            locate_checkpoint(config, other, log=print)
+    newest = run / "checkpoints" / "step_00000030"
+    same = config_of(f"--save {run / 'checkpoints'}")
+    assert locate_checkpoint(same, other, log=print) == CheckpointSource(newest, own=True)
+    # Where it saved is gone, or holds nothing: there is nothing to lose.
+    recorded(other, tmp_path / "gone")
+    assert locate_checkpoint(config_of(""), other, log=print) is None
+
+
+def test_the_run_that_is_loaded_may_save_elsewhere(run: Path, tmp_path: Path) -> None:
+    source, new = tmp_path / "source", tmp_path / "new"
+    source.mkdir()
+    recorded(source, run / "checkpoints")
+    newest = run / "checkpoints" / "step_00000030"
+    config = config_of(f"--load {source}")
+    assert locate_checkpoint(config, new, log=print) == CheckpointSource(newest, own=False)
+    again = config_of(f"--load {source} --save {run / 'checkpoints'}")
+    assert locate_checkpoint(again, source, log=print) == CheckpointSource(newest, own=True)
+    recorded(source, tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'gone'}: no checkpoint was ever"):
+        locate_checkpoint(config, new, log=print)

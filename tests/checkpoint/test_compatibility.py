@@ -21,6 +21,10 @@ def _check(was: dict[str, Any], now: dict[str, Any], *, own: bool, reset: bool =
     return said
 
 
+def _check_run(was: dict[str, Any], now: dict[str, Any], *, own: bool = True) -> None:
+    check_identity(was, now, where=Path("."), own=own, model_only=False)
+
+
 def test_a_dense_checkpoint_of_another_run_starts_any_path() -> None:
     (text,) = _check(DENSE, SPARSE, own=False)
     assert "sparse" in text and "dense" in text
@@ -51,15 +55,55 @@ LATER = {"model.use_rope_scaling": (False, True), "model.rope_scaling_factor": (
 def test_a_setting_that_an_older_checkpoint_does_not_mention_was_the_default(name: str) -> None:
     default, other = LATER[name]
     assert getattr(ModelConfig, name.removeprefix("model.")) == default
-    check_identity(DENSE, DENSE | {name: default}, where=Path("."), model_only=False)
+    _check_run(DENSE, DENSE | {name: default})
     with pytest.raises(CheckpointError, match=f"{name}: {default} there, {other} here"):
-        check_identity(DENSE, DENSE | {name: other}, where=Path("."), model_only=False)
+        _check_run(DENSE, DENSE | {name: other})
 
 
 def test_the_path_is_no_part_of_what_makes_another_run() -> None:
-    check_identity(DENSE, SPARSE, where=Path("."), model_only=False)
+    _check_run(DENSE, SPARSE)
     with pytest.raises(CheckpointError, match=r"model.hidden_size"):
-        check_identity(DENSE, SPARSE | {"model.hidden_size": 9}, where=Path("."), model_only=False)
+        _check_run(DENSE, SPARSE | {"model.hidden_size": 9})
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "here"),
+    [
+        ("data.split", "969, 30, 1", "969,30,1"),
+        ("data.data_path", ["0.3", "a/x", "0.7", "y"], ["0.3", "./a//x.bin", "0.7", "y.idx"]),
+        ("data.valid_data_path", ["x"], ["./x"]),
+    ],
+)
+def test_a_setting_in_another_spelling_is_the_same(name: str, there: Any, here: Any) -> None:
+    _check_run(DENSE | {name: there}, DENSE | {name: here})
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "here"),
+    [
+        ("data.split", "969, 30, 1", "969,31,1"),
+        ("data.split", "not a split", "969,30,1"),
+        ("data.data_path", ["a/x"], ["b/x"]),
+        ("data.data_path", None, ["x"]),
+    ],
+)
+def test_another_value_is_told_as_it_was_given(name: str, there: Any, here: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        _check_run(DENSE | {name: there}, DENSE | {name: here})
+    assert f"{name}: {there!r} there, {here!r} here" in str(caught.value)
+
+
+def test_the_way_out_is_one_that_helps() -> None:
+    """Settings outside the weights may differ with --finetune; those of the weights never."""
+    data, wide = DENSE | {"data.data_path": ["x"]}, DENSE | {"model.hidden_size": 9}
+    for now, own, way_out in (
+        (data, True, "use another --run-dir, or give the same settings"),
+        (data, False, "give --finetune to take its weights alone, or give the same settings"),
+        (wide, False, "here; give the same settings"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            _check_run(DENSE | {"data.data_path": None}, data | now, own=own)
+        assert str(caught.value).endswith(way_out)
 
 
 SAMO: dict[str, Any] = DENSE | {"gradient.grad_path": "samo", "samo.samo_sparsity": 0.9}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import errno
 import gzip
 import json
@@ -293,6 +294,14 @@ def test_overlong_lines_are_passed_over_without_being_held(tmp_path: Path) -> No
     for unit in ("paragraph", "file"):
         (batch,) = read_batches([source], keys=["text"], text_unit=unit, max_bytes=4000)
         assert isinstance(batch.records[0][1], Oversized)
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 90])
+def test_a_file_with_a_bom_is_not_cut(tmp_path: Path, beyond: int) -> None:
+    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + b"a" * (10 + beyond))
+    (batch,) = read_batches([tmp_path / "a.txt"], keys=["text"], text_unit="file", max_bytes=10)
+    ((_, record),) = batch.records
+    assert isinstance(record, Oversized) if beyond else record == b"a" * 10
 
 
 def test_batches_of_rows_are_limited_in_bytes(tmp_path: Path) -> None:

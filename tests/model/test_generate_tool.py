@@ -135,6 +135,18 @@ def test_a_model_that_diverged_is_one_line(
     assert "step_00000001: the model computes NaN" in told and told.count("\n") == 1
 
 
+def test_a_run_of_another_task_is_named_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "# All settings of a run of pretrain_vision.py.\nmodel:\n  vision_backbone_type: vgg\n"
+    )
+    for tool, rest in ((main, []), (export_hf.main, [str(tmp_path / "there")])):
+        assert tool([str(tmp_path), *rest]) == 2
+        error = capsys.readouterr().err
+        assert "is a run of pretrain_vision.py, and only runs of pretrain_gpt.py" in error
+
+
 def test_the_tokenizer_must_be_the_one_of_the_data(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -269,6 +269,9 @@ def test_mistakes_have_their_exit_code(
     file.write_text("{")
     assert main([str(run), "--task", "lambada", str(file)]) == 3
     assert "one.jsonl:1: not JSON" in capsys.readouterr().err
+    packed = file.rename(tmp_path / "one.parquet")
+    assert main([str(run), "--task", "lambada", str(packed)]) == 3
+    assert "one.parquet: is Parquet; write it as JSON lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["lambada", "copa", "bits-per-byte"])

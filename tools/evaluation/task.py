@@ -57,8 +57,10 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         DataError: The file cannot be read or has a line that is no JSON object.
     """
-    from megatron.data.raw_text import find_inputs, read_batches
+    from megatron.data.raw_text import find_inputs, format_of, read_batches
 
+    if format_of(path) == "parquet":
+        raise DataError(f"{path}: is Parquet; write it as JSON lines (to_json of `datasets`)")
     files = find_inputs([str(path)], log=lambda text: None)
     for batch in read_batches(files, keys=(), text_unit="line"):
         for number, record in batch.records:
