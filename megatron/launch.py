@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -450,6 +450,22 @@ def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     env = os.environ if environ is None else environ
     names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "OMP_NUM_THREADS")
     return {name: env[name] for name in (*names, *_CUDA_VARIABLES) if name in env}
+
+
+def tell_launcher(code: int, reason: str, environ: Mapping[str, str] | None = None) -> None:
+    """Leave the exit code and a reason for `scripts/launch.sh`, whose file LAUNCH_REPORT names.
+
+    torchrun and srun lose the codes of ranks, and a start that was refused has no status.json.
+    """
+    env = os.environ if environ is None else environ
+    if code and (report := env.get("LAUNCH_REPORT")):
+        # Ranks on other nodes do not have the file, and must not make one.
+        with suppress(OSError):
+            file = os.open(report, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(file, f"{code} {reason}\n".encode(errors="replace"))
+            finally:
+                os.close(file)
 
 
 def set_cuda_variables(config: Config, environ: MutableMapping[str, str] | None = None) -> None:

@@ -45,6 +45,7 @@ from megatron.launch import (
     set_cuda_variables,
     start,
     stop,
+    tell_launcher,
     wait_for_all,
 )
 from megatron.metrics import check_trackers, cut_metrics
@@ -103,7 +104,9 @@ def pretrain(task: Task, paths: Paths, argv: Sequence[str]) -> int:
     """
     failures = Failures(argv=argv)
     with ExitStack() as held:
-        return _pretrain(task, paths, argv, failures, held)
+        code = _pretrain(task, paths, argv, failures, held)
+    tell_launcher(code, failures.reason)
+    return code
 
 
 def begin() -> Sequence[str]:
@@ -155,6 +158,7 @@ def _pretrain(
             print(usage(task.config) if launch.rank == 0 else "", end="", file=sys.stderr)
             return ConfigError.exit_code
         config = resolve(parse(argv, paths=paths, task=task.config), launch.world_size)
+        failures.debug, failures.only_checks = config.run.debug, config.run.dry_run
         if launch.rank == 0:
             check_trackers(config.logging)  # No other rank opens a tracker.
         if config.training.memory_budget is not None:
@@ -183,9 +187,9 @@ def _pretrain(
             check_free(run_dir)
         return run(task, paths, config, launch, run_dir, failures, held)
     except KeyboardInterrupt:
-        # Before a run notes its signals, while ranks meet and torch is imported.
-        print("interrupted while starting", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        # Before the run notes the signal: while torch is imported, ranks meet, and a checkpoint is
+        # hashed.
+        return failures.report_interrupt(EXIT_INTERRUPTED)
     except SystemExit as error:
         if failures.run_dir is None:
             raise  # of --help, and of a wrong command line
@@ -270,7 +274,8 @@ def run(
     failures.attempt = told[0].split()[0]
     hosts = [text.partition(" ")[2] for text in told]
     failures.near = [rank for rank, host in enumerate(hosts) if host == hosts[launch.rank]]
-    requests.install()
+    # Ctrl-C ends a start that hashes a checkpoint, for as long as no watchdog counts a second one.
+    requests.install(signal.SIGUSR1, signal.SIGTERM)
     notes: list[str] = []
     if runtime.is_writer:
         groups.world.raise_on_all_ranks(
@@ -286,6 +291,7 @@ def run(
     with ExitStack() as stack:
         limit = 60 * config.parallel.distributed_timeout_minutes
         stack.callback(Watchdog(heartbeat, failures.causes(), limit=limit).watch())
+        requests.install()
         metrics = open_metrics(task, config, runtime, run_dir, origin)
         stack.callback(metrics.close)
         try:

@@ -97,6 +97,32 @@ threads='[1-9][0-9]{0,5}'
 [[ ${MAX_RESTARTS:-0} =~ ^[0-9]{1,6}$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number"
 world=$((NODES * RANKS_PER_NODE))
 
+# A flag wins over the environment. The launcher must know the folder, for the exit code, and the
+# configuration, for the script and the name of the folder; what only prints starts no rank.
+given=("${flags[@]}") flags=() only_prints=false
+for ((i = 0; i < ${#given[@]}; i++)); do
+  case ${given[i]} in
+    --run-dir=*) RUN_DIR=${given[i]#*=} ;;
+    --run-dir) RUN_DIR=${given[i + 1]:-} ;;
+    --config=*)
+      CONFIG=${given[i]#*=}
+      continue
+      ;;
+    --config)
+      if ((i + 1 < ${#given[@]})); then
+        CONFIG=${given[++i]}
+        continue
+      fi
+      ;;
+    --dry-run | --dry-run=true)
+      dry_run=true
+      continue
+      ;;
+    -h | --help | --help-compat) only_prints=true ;;
+  esac
+  flags+=("${given[i]}")
+done
+
 entry=${ENTRY:-}
 if [[ -z $entry ]]; then
   entry=pretrain_gpt.py first_line=
@@ -104,19 +130,13 @@ if [[ -z $entry ]]; then
   [[ ! $first_line =~ ^#.*(pretrain_[a-z0-9_]+\.py) ]] || entry=${BASH_REMATCH[1]}
 fi
 [[ -f $repo/$entry ]] || refuse "ENTRY=$entry: no such script in $repo"
+if $only_prints; then exec "$PYTHON" "$repo/$entry" "${flags[@]}"; fi
 
 if [[ -z ${RUN_DIR:-} ]]; then
   name=$(basename "${entry#pretrain_}" .py)
   [[ -z ${CONFIG:-} ]] || name=$(basename "$CONFIG" .yaml)
   RUN_DIR=runs/$name
 fi
-# A flag wins over the environment; the launcher must know the folder, for the exit code.
-for ((i = 0; i < ${#flags[@]}; i++)); do
-  case ${flags[i]} in
-    --run-dir=*) RUN_DIR=${flags[i]#*=} ;;
-    --run-dir) RUN_DIR=${flags[i + 1]:-} ;;
-  esac
-done
 while [[ $RUN_DIR == ?*/ ]]; do RUN_DIR=${RUN_DIR%/}; done
 [[ ${RUN_DIR##*/} =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
   refuse "RUN_DIR=$RUN_DIR: the last part may hold letters, digits, . _ - and must not begin with . or -"
@@ -274,7 +294,11 @@ if [[ $LAUNCHER == srun || $LAUNCHER == mpiexec ]]; then
   fi
 fi
 case $LAUNCHER in
-  local) command=("$PYTHON" "${program[@]}") ;;
+  local)
+    command=("$PYTHON" "${program[@]}")
+    # In a shell that srun gave several tasks, the process would wait for the ranks that they are not.
+    [[ ${SLURM_STEP_NUM_TASKS:-1} == 1 ]] || unset SLURM_STEP_NUM_TASKS PMI_RANK PMI_SIZE
+    ;;
   torchrun) command_of_torchrun ;;
   srun) command_of_srun ;;
   mpiexec) command_of_mpiexec ;;
@@ -295,11 +319,14 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
   beside() { watch_time_limit "$1"; }
 fi
 began=$(mktemp)
-trap 'rm -f "$began"' EXIT
+LAUNCH_REPORT=$(mktemp)
+export LAUNCH_REPORT
+trap 'rm -f "$began" "$LAUNCH_REPORT"' EXIT
 run_to_the_end "${command[@]}"
 
 # torchrun turns every code into 1, srun and mpiexec some into 137: status.json has the true one. A
 # run that never said there how it ended was cut short, whatever code its processes left with.
+recorded=
 if [[ $RUN_DIR/status.json -nt $began ]]; then
   export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
   recorded=$("$PYTHON" -m megatron.fault_tolerance.root_cause "$RUN_DIR" 2>/dev/null) || recorded=
@@ -320,5 +347,11 @@ if status is not None and status.state == "left" and status.iteration:
     print(f"launch.sh: saved step {status.iteration} ({status.left}); the same command resumes the run")
 PY
   fi
+fi
+# Of a run that did not begin the ranks say why, the first cause before what followed from it.
+if [[ -z $recorded && -s $LAUNCH_REPORT ]] && ((code)); then
+  said=$(grep -m 1 -v '^6 ' "$LAUNCH_REPORT") || said=$(head -n 1 "$LAUNCH_REPORT")
+  code=${said%% *}
+  [[ $LAUNCHER == local || -z ${said#* } ]] || say "${said#* }"
 fi
 exit "$code"

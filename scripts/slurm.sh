@@ -50,7 +50,7 @@ job_state() {
 # what the limit makes of them, before it. Slurm is asked again on the way there, since a limit can
 # be moved while the job runs. Does nothing for a job without limit.
 watch_time_limit() {
-  local pid=$1 answer whole left lead nap
+  local pid=$1 answer whole left lead nap began=$SECONDS
   while kill -0 "$pid" 2>/dev/null; do
     nap=60
     if answer=$(ask_queue '%l %L'); then
@@ -59,6 +59,9 @@ watch_time_limit() {
       lead=${LEAVE_SECONDS:-$(lead_seconds "$whole")}
       if ((left <= lead)); then
         say "$left s are left of the job: asking the run to save and leave"
+        # A process that has just been started would die of the signal, which it does not know yet.
+        nap=$((began + 20 - SECONDS))
+        ((nap <= 0)) || sleep "$nap"
         hand_on USR1 "$pid"
         return
       fi

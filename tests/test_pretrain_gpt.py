@@ -76,6 +76,23 @@ def test_an_interrupt_while_starting_is_one_line(
     assert capsys.readouterr().err == "interrupted while starting\n"
 
 
+def test_an_interrupt_ends_a_start_that_hashes_a_checkpoint(tmp_path: Path) -> None:
+    """Hashing may take long, and no watchdog counts a second Ctrl-C yet."""
+    program = (
+        "import os, signal, sys\n"
+        "import megatron.checkpoint.find as find\n"
+        "from megatron.pretrain import leave, pretrain\n"
+        "from pretrain_gpt import GPT_TASK, GRADIENT_PATHS\n"
+        "find.locate_checkpoint = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
+        "leave(pretrain(GPT_TASK, GRADIENT_PATHS, sys.argv[1:]))"
+    )
+    flags = [*TINY.split(), "--run-dir", "run"]
+    done = start(sys.executable, "-c", program, *flags, cwd=tmp_path)
+    assert done.returncode == 130 and done.stderr.endswith("interrupted while starting\n")
+    status = read_status(tmp_path / "run")
+    assert status is not None and (status.state, status.exit_code) == ("failed", 130)
+
+
 def test_alone_with_the_default_run_folder(tmp_path: Path) -> None:
     done = alone(TINY, tmp_path)
     assert done.returncode == 0, done.stderr

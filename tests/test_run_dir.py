@@ -158,6 +158,7 @@ def test_a_full_disk_leaves_no_part_of_the_configuration(
 
 def test_the_configuration_names_a_step_of_another_run_alone(tmp_path: Path) -> None:
     """A step of the run's own checkpoints is not the newest any more when the run resumes."""
+    (tmp_path / "checkpoints").mkdir()
     for flags, kept in (("", None), (f"--load {tmp_path}", None), ("--load other", 3)):
         keep_config(resolve(read("--ckpt-step", "3", *flags.split()), 1), tmp_path)
         written = parse(["--config", str(tmp_path / "config.yaml")], paths=GRADIENT_PATHS)

@@ -41,8 +41,18 @@ class Failures:
     attempt: str = ""
     near: Sequence[int] = ()
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    debug: bool = field(init=False)
+    """Whether tracebacks are printed; until the settings are known, as the command line says."""
+    only_checks: bool = field(init=False)
+    """True for a dry run, which leaves status.json as the last run has written it."""
+    reason: str = field(default="", init=False)
+    """The user's mistake that ended this rank, in one line."""
     _began: float = field(default_factory=time.time, init=False)
     _code: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.debug = _is_asked("--debug", self.argv)
+        self.only_checks = _is_asked("--dry-run", self.argv)
 
     def causes(self) -> RootCause:
         """Return the record of this start's failures. `run_dir` and `launch` must be set."""
@@ -69,16 +79,31 @@ class Failures:
                 write_dump(causes.run_dir, causes.rank)
         return self._code
 
+    def report_interrupt(self, code: int) -> int:
+        """Report that the user ended the start of the run, and return `code`, the exit code."""
+        status = self._mine("interrupted while starting", code=code)
+        opened = read_status(self.run_dir) if self.attempt and self.run_dir is not None else None
+        if opened is not None and opened.attempt == self.attempt:
+            self.causes().tell(status)
+        else:
+            print(status.reason, file=sys.stderr, flush=True)
+        return code
+
     def _report(self, error: BaseException) -> int:
         rank = self.launch.rank if self.launch is not None else 0
-        if "--debug" in self.argv:
+        if self.debug:
             traceback.print_exception(error, file=sys.stderr)
         if _is_collective(error):
             said = str(error).splitlines()[0].partition(" This is typically")[0]
             error = PeerError(f"a collective failed: {said}")
+        if isinstance(error, SparsetronError):
+            self.reason = " ".join(str(error).split())
         if isinstance(error, RunFolderInUse):
             # The folder belongs to another run, where a search for a cause would leave its result.
-            if not (rank and error.shared):
+            if rank and error.shared:
+                # Ranks that have met wait for rank 0 when they part.
+                time.sleep(0 if self.attempt else SECONDS_TO_SPEAK)
+            else:
                 print(error, file=sys.stderr, flush=True)
             return error.exit_code
         parted = self.causes().parted() if self.attempt else None
@@ -137,7 +162,7 @@ class Failures:
             launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1
         )
         folder = self.run_dir or _run_dir_in(self.argv)
-        if folder is None or not self._may_write(folder):
+        if folder is None or self.only_checks or not self._may_write(folder):
             where = f"rank {launch.rank}: " if launch.world_size > 1 else ""
             print(f"{where}{status.reason}", file=sys.stderr, flush=True)
             return
@@ -174,6 +199,16 @@ def _seconds(stamp: str) -> float:
         return datetime.fromisoformat(stamp).timestamp()
     except ValueError:
         return 0.0
+
+
+def _is_asked(name: str, argv: Sequence[str]) -> bool:
+    """Return whether a command line that could not be parsed has this flag, and not with false."""
+    asked = False
+    for flag, following in zip(argv, [*argv[1:], ""], strict=False):
+        given, equals, value = flag.partition("=")
+        if given == name:
+            asked = (value if equals else following).lower() != "false"
+    return asked
 
 
 def _run_dir_in(argv: Sequence[str]) -> Path | None:

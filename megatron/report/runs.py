@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from megatron.checkpoint.find import recorded_directory
 from megatron.errors import ConfigError
 from megatron.metrics.logger import (
     COUNTED,
@@ -129,7 +130,7 @@ def read_run(run_dir: str | Path) -> RunData:
         config=_flat_config(config_text),
         environment=_environment(folder / ENVIRONMENT),
         status=read_status(folder),
-        checkpoints=_checkpoints(folder / "checkpoints"),
+        checkpoints=_checkpoints(recorded_directory(folder)),
         sample=_text(folder / SAMPLE),
         ledger=_json(folder / LEDGER),
     )

@@ -235,6 +235,20 @@ def test_a_refused_start_leaves_the_run_that_its_launcher_saw_begin(tmp_path: Pa
     assert (ended.status["state"], ended.status["attempt"]) == ("done", status.attempt)
 
 
+def test_torchrun_does_not_bury_that_a_folder_is_in_use(tmp_path: Path) -> None:
+    """The run in the folder has status.json, and torchrun makes every code 1."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    holder = hold_elsewhere(run_dir)
+    try:
+        refused = start_launcher(2, run_dir, "--global-batch-size 4 --train-iters 8").finish()
+    finally:
+        holder.kill()
+        holder.communicate()
+    last = refused.all_stderr.splitlines()[-1]
+    assert refused.codes == [2] and last.startswith(f"launch.sh: {run_dir}: in use by"), last
+
+
 def test_a_run_of_another_host_is_cut_short_once_it_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from megatron.fault_tolerance.failures import Failures
 from megatron.fault_tolerance.heartbeat import FOLDER
 from megatron.fault_tolerance.run_lock import RunFolderInUse
 from megatron.launch import Launch, detect_launch
+from megatron.status import Status, read_status, write_status
 from tests.faults.starting import FLAGS, REPO, SCRIPT, environment
 from tools import doctor_host, faults_table
 
@@ -98,6 +99,42 @@ def test_what_one_node_lacks_is_told_by_its_first_rank(
         )
         assert Failures(argv=[], launch=launch).report(ConfigError("valid: absent")) == 2
         assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [("--debug", True), ("--debug=true --lr 1", True), ("--debug false", False), ("", False)],
+)
+def test_a_command_line_that_cannot_be_read_asks_for_tracebacks_too(
+    words: str, shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Failures(argv=words.split()).report(ConfigError("lr: too odd")) == 2
+    assert ("ConfigError: lr: too odd" in capsys.readouterr().err) == shown
+
+
+def test_a_dry_run_that_fails_leaves_the_status_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status(tmp_path, Status(state="done", exit_code=0, attempt="first"))
+    argv = ["--run-dir", str(tmp_path), "--dry-run"]
+    assert Failures(argv=argv).report(ConfigError("lr: too odd")) == 2
+    assert capsys.readouterr().err == "lr: too odd\n"
+    status = read_status(tmp_path)
+    assert status is not None and status.state == "done"
+    assert Failures(argv=argv[:2]).report(ConfigError("lr: too odd")) == 2
+    status = read_status(tmp_path)
+    assert status is not None and status.state == "failed"
+
+
+def test_ranks_leave_a_folder_in_use_after_rank_0_has_said_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher would end rank 0 as soon as another one has ended."""
+    naps: list[float] = []
+    monkeypatch.setattr(module_of_failures.time, "sleep", naps.append)
+    launch = Launch(launcher="torchrun", rank=1, world_size=2, local_rank=1, local_world_size=2)
+    assert Failures(argv=[], launch=launch).report(RunFolderInUse("in use by process 7")) == 2
+    assert capsys.readouterr().err == "" and naps == [module_of_failures.SECONDS_TO_SPEAK]
 
 
 def test_a_refused_start_leaves_the_records_of_the_run_alone(

@@ -93,6 +93,13 @@ def test_what_did_not_happen_has_no_chart_and_a_path_shows_its_settings(tmp_path
     assert "<td>radius interval</td><td>50</td>" in page
 
 
+def test_checkpoints_are_those_of_the_folder_to_which_the_run_saves(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [3.0, 2.0])
+    (tmp_path / "saved" / "step_00000002").mkdir(parents=True)
+    (run / "environment.json").write_text(json.dumps({"save": str(tmp_path / "saved")}))
+    assert "step_00000002" in write_report(run).read_text()
+
+
 def test_nothing_from_a_file_is_live(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a$b$ <i>", [3.0, 2.0])
     yaml = f"data:\n  data_path: {json.dumps(CANARY)}\n  tokenizer_type: {json.dumps(CANARY)}\n"

@@ -103,3 +103,26 @@ def test_the_first_node_is_not_asked_for_its_own_name(
     said = told(tmp_path, programs, **more, RESOLVES=resolves, ADDRESS=address)
     assert f", master {master}\n" in said
     assert words in said and ("ranks meet at" in said) == bool(words)
+
+
+def test_the_launcher_reads_what_it_needs_of_the_flags(tmp_path: Path) -> None:
+    """The configuration names the script and the run folder, wherever it is given."""
+    (tmp_path / "vgg.yaml").write_text("# All settings of a run of pretrain_vision.py.\n")
+    more = {"PROGRAM": "", "RUN_DIR": "", "CONFIG": "other.yaml"}
+    script = f"{REPO}/pretrain_vision.py --config vgg.yaml --run-dir runs/vgg --lr 1"
+    for flags in (["--config", "vgg.yaml", "--lr", "1"], ["--lr", "1", "--config=vgg.yaml"]):
+        shown = told(tmp_path, {}, "--", *flags, "--dry-run", **more)
+        assert f"\nexec {tmp_path / 'python'} {script}\n" in shown
+        assert "threads" not in shown.splitlines()[-1], "a dry run starts no rank"
+
+
+def test_help_of_the_program_starts_no_rank(tmp_path: Path) -> None:
+    program = {"python": 'echo "asked $*"', "sbatch": "echo submitted"}
+    shown = told(tmp_path, program, "--", "--lr", "1", "--help", LAUNCHER="sbatch")
+    assert shown == f"asked {REPO}/pretrain_gpt.py --lr 1 --help\n"
+
+
+def test_one_rank_in_a_step_of_several_tasks_waits_for_no_other(tmp_path: Path) -> None:
+    program = {"python": 'echo "tasks ${SLURM_STEP_NUM_TASKS-none} ${PMI_SIZE-none}"'}
+    step = {"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4", "PMI_RANK": "0"}
+    assert "tasks none none" in told(tmp_path, program, LAUNCHER="local", **step)

@@ -14,7 +14,7 @@ from tests.slurm.test_job_script import dry
 WATCH = """
 source {repo}/scripts/common.sh
 source {repo}/scripts/slurm.sh
-sleep() {{ echo "slept $1"; }}
+sleep() {{ echo "slept $1"; SECONDS=$((SECONDS + $1)); }}
 hand_on() {{ echo "sent $1"; }}
 SLURM_JOB_ID=1 {settings}
 {call}
@@ -71,8 +71,9 @@ def test_a_jobs_state_is_asked_for_a_while(tmp_path: Path) -> None:
     ("answer", "settings", "done"),
     [
         ("UNLIMITED UNLIMITED", "", []),
-        ("1:00:00 9:00", "LEAVE_SECONDS=540", ["sent USR1"]),
-        ("1:00:00 0:00", "", ["sent USR1"]),
+        # Python does not know the signal yet when it has just been started.
+        ("1:00:00 9:00", "LEAVE_SECONDS=540", ["slept 20", "sent USR1"]),
+        ("1:00:00 0:00", "", ["slept 20", "sent USR1"]),
     ],
 )
 def test_what_an_answer_leads_to(
