@@ -118,8 +118,11 @@ for path in paths:
         lines = [json.loads(line) for line in file]
     losses = [line["valid_loss"] for line in lines if "valid_loss" in line]
     sent = [line["bytes_sent"] for line in lines if "bytes_sent" in line]
-    print(f"{path:6}  validation loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
-          f"{losses[-1] / losses[0]:.0%} of the first; each rank sent {sum(sent) / 1e9:.2f} GB, "
+    learnt = "no validation loss"  # with --eval-iters 0
+    if losses:
+        learnt = (f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
+                  f"{losses[-1] / losses[0]:.0%} of the first")
+    print(f"{path:6}  {learnt}; each rank sent {sum(sent) / 1e9:.2f} GB, "
           f"in most steps {sorted(sent)[len(sent) // 2] / max(1, sent[0]):.0%} of the first's")
 PY
 cat <<END
@@ -133,5 +136,5 @@ settings      $RUN_DIR/{dense,radius}/config.yaml
 Next, write more with one of them:
   $(printf '%q ' "$python" tools/generate.py "$RUN_DIR/radius" --prompt "class Reader:")
 or train both for longer, from where they stand:
-  $(printf 'RUN_DIR=%q STEPS=2000 scripts/quickstart.sh' "$RUN_DIR")
+  $(printf 'RUN_DIR=%q DATA=%q STEPS=2000 scripts/quickstart.sh' "$RUN_DIR" "$DATA")${1:+$(printf ' %q' "$@")}
 END

@@ -136,7 +136,7 @@ prepare_job() {
   ((LEAVE_SECONDS < limit)) ||
     refuse "TIME=$TIME: SAVE_SECONDS=$SAVE_SECONDS asks for $LEAVE_SECONDS s at its end, which is all of it"
   require_header_path RUN_DIR "$RUN_DIR"
-  if [[ " ${flags[*]} " != *' --device cpu '* ]]; then
+  if [[ " ${flags[*]} " != *' --device'[\ =]'cpu '* ]]; then
     # Submitted from a login node, all but one GPU of each node would idle, and cost.
     $ranks_known ||
       say "RANKS_PER_NODE is not set and no GPU is seen here: the job starts one rank on each node;" \

@@ -103,5 +103,5 @@ def test_a_job_that_asks_for_no_gpu_is_told_how(tmp_path: Path) -> None:
 
     assert not asked()
     assert asked("--gres=gpu:4") and asked("--gpus=4")
-    assert asked(flags=("--device", "cpu"))
+    assert asked(flags=("--device", "cpu")) and asked(flags=("--device=cpu",))
     assert asked(site="frontier")
