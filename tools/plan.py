@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(_scale(config, options)))
             return 0
         config = resolve(config, options.world_size or config.parallel.model_parallel_size)
+        if options.paper and config.training.memory_budget is not None:
+            raise ConfigError("--paper: adds to the text of a plan, which --memory-budget replaces")
         site = site_of(options)
         vocabulary, note = vocabulary_of(config)
         if options.picture is not None and config.training.memory_budget is None:

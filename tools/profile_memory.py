@@ -20,6 +20,7 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -67,6 +68,7 @@ STRATEGY = re.compile(r"(none|no-norm)|(every|residual|residual-star)-([1-9]\d*)
 ASSUMED_DICTIONARIES = (
     f"dictionaries of {DICTIONARIES[0]:,} and {DICTIONARIES[1]:,} entries are assumed"
 )
+TRACKED_ON_CPU = "tracked is a step on a CPU, also with --device cuda"
 
 
 class Profile(NamedTuple):
@@ -94,13 +96,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(found.data))
         if options.out is not None:
             text = json.dumps({**found.data, **found.course}, indent=1) + "\n"
-            (options.out / "ledger.json").write_text(text, encoding="utf-8")
+            _write_ledger(options.out / "ledger.json", text)
             if found.draw is not None:  # last, since it may lack matplotlib
                 found.draw(options.out / "memory.png")
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _write_ledger(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {file}: {error.strerror}") from None
 
 
 def _within_budget(config: Config, world: int) -> Config:
@@ -135,6 +144,8 @@ def _actual(config: Config, world: int, options: argparse.Namespace) -> Profile:
         columns=COLUMNS[:2] if options.no_measured else COLUMNS,
     )
     print("\n".join(ledger_lines(ledger)))
+    if config.run.device == "cuda" and "tracked" in ledger.columns:
+        print(TRACKED_ON_CPU)
     samples = [asdict(sample) for sample in thin(ledger.samples, MOST_POINTS)]
     return Profile(ledger.as_data(), lambda file: draw_ledger(file, ledger), {"samples": samples})
 
@@ -320,7 +331,17 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ConfigError(f"{flag}: belongs to --accounting {other}; leave it out, or add that")
     if options.out is not None and not options.out.is_dir():
         raise ConfigError(f"--out {options.out}: is no folder; create it first")
+    if options.out is not None:
+        _check_takes_files(options.out)
     return options, [*config, *rest]
+
+
+def _check_takes_files(folder: Path) -> None:
+    # A profile may take minutes, and its files are written last.
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: {error.strerror}") from None
 
 
 _OTHER_ACCOUNTING = {

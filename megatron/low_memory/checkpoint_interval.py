@@ -44,6 +44,26 @@ def runs_by_operators(recompute: RecomputeConfig | None) -> bool:
     )
 
 
+def layers_again(num_layers: int, recompute: RecomputeConfig) -> tuple[int, int]:
+    """Return how many layers of a chunk run again, and at how many ends of recomputed runs.
+
+    A layer that runs again twice counts twice. Its collectives run again with it. `ops`, `no-norm`
+    and `selective` recompute parts of a layer and no collective, and count none.
+    """
+    if not runs_by_operators(recompute):
+        spans = [span for span in recompute_spans(num_layers, recompute) if span.recomputed]
+        return sum(span.stop - span.start for span in spans), len(spans)
+    if recompute.recompute_granularity in ("ops", "no-norm"):
+        return 0, 0
+    if recompute.recompute_granularity == "every":
+        return num_layers, 0
+    segments = -(-num_layers // (recompute.recompute_num_layers or 1))
+    if recompute.recompute_granularity == "residual":
+        return num_layers, segments
+    # residual-star first finds the inputs of a segment's layers, then each layer once more.
+    return num_layers + num_layers - segments, num_layers
+
+
 def recomputes_attention(recompute: RecomputeConfig | None) -> bool:
     """Return whether each layer recomputes its attention, without the surrounding projections."""
     return recompute is not None and recompute.recompute_granularity == "selective"

@@ -7,7 +7,7 @@ A candidate changes the given configuration in up to four ways, each of which sa
     microbatch   micro_batch_size, a divisor of the given one; the global batch stays
     recompute    recompute_granularity, recompute_method and recompute_num_layers
     states       bf16 moments, and weights without an fp32 copy
-    offload      optimizer_cpu_offload
+    offload      optimizer_cpu_offload, with a GPU
 
 The order of candidates, by which the fastest is found: fewer FLOPs of products, recomputed ones
 included; of equally many those without offload; of these fp32 states before 16-bit moments, and
@@ -104,6 +104,8 @@ class BudgetSearch:
         """
         given = self.given
         parts = (_microbatches(given), _recomputations(given), _states(given), _offloads(given))
+        # Before the FLOPs, whose refusal of a network does not name the budget.
+        self._activations[_values(given, ACTIVATIONS)] = self._activations_as_given
         least = recomputed_share(given, self.vocabularies)
         found: dict[tuple[Any, ...], Candidate] = {}
         for places in itertools.product(*(range(len(part)) for part in parts)):
@@ -215,7 +217,7 @@ class BudgetSearch:
                 for rank in ranks
             ]
         except ConfigError as error:
-            raise ConfigError(f"memory_budget: {error}; leave it out") from None
+            raise ConfigError(f"memory_budget: {error}; leave out --memory-budget") from None
 
 
 def within_budget(
@@ -312,6 +314,12 @@ def _kept(
 ) -> Config:
     """Return the configuration with the saved choice and the saved budget."""
     names = set(SEARCHED) - (config.from_flags - {"micro_batch_size"})
+    if config.from_flags & set(RECOMPUTE):
+        # Values of one strategy, which do not go with another granularity.
+        names -= set(RECOMPUTE)
+    if config.parallel.use_distributed_optimizer:
+        # Refused together.
+        names.discard("optimizer_cpu_offload")
     values = {name: value for name, value in saved.values().items() if name in names}
     values["micro_batch_size"] = _fitting(saved.training.micro_batch_size, config, world)
     asked, first = config.training.memory_budget, saved.training.memory_budget
@@ -438,6 +446,7 @@ def _states(config: Config) -> Sequence[Changes]:
 
 
 def _offloads(config: Config) -> Sequence[Changes]:
-    if config.offload.optimizer_cpu_offload:
+    # Where the device is a CPU, the host's memory is the same.
+    if config.offload.optimizer_cpu_offload or (config.run.device or "cpu") == "cpu":
         return [{}]
     return [{}, {"optimizer_cpu_offload": True}]

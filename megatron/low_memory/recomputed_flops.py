@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config import Config, GPTConfig
-from megatron.config.sections import RecomputeConfig
 from megatron.errors import ConfigError
-from megatron.low_memory.checkpoint_interval import recompute_spans, runs_by_operators
+from megatron.low_memory.checkpoint_interval import layers_again
 from megatron.low_memory.operation_graph import wide_resnet_graph
 from megatron.low_memory.strategies import Strategy, activation_course
 from megatron.model.dc_transformer_shapes import forward_flops, training_flops
@@ -53,27 +52,13 @@ def _of_gpt(config: GPTConfig, vocabulary: int) -> float:
     ]
     again = 0.0
     for count in runs:
-        layers, ends = _layers_again(count, config.recompute)
+        layers, ends = layers_again(count, config.recompute)
         again += layers * each.total
         if not config.model.hidden_dropout:
             again -= ends * each.last
     if config.recompute.recompute_granularity == "selective":
         again = config.model.num_layers * each.attention
     return again / flops_per_token(config.model, vocabulary)
-
-
-def _layers_again(count: int, recompute: RecomputeConfig) -> tuple[int, int]:
-    """Return how many layers of a chunk run again, and at how many ends of recomputed runs."""
-    if not runs_by_operators(recompute):
-        spans = [span for span in recompute_spans(count, recompute) if span.recomputed]
-        return sum(span.stop - span.start for span in spans), len(spans)
-    if recompute.recompute_granularity == "every":
-        return count, 0
-    segments = -(-count // (recompute.recompute_num_layers or 1))
-    if recompute.recompute_granularity == "residual":
-        return count, segments
-    # residual-star first finds the inputs of a segment's layers, then each layer once more.
-    return count + count - segments, count
 
 
 def _of_wide_resnet(config: VisionConfig) -> float:

@@ -343,6 +343,18 @@ def test_what_cannot_be_tracked_or_measured_is_planned_and_said(
     ]
 
 
+def test_a_step_that_a_gpu_does_not_hold_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize(device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    ledger = gpt(f"{STILL} --device cuda", columns=["planned", "measured"])
+    assert set(ledger.columns) == {"planned"}
+    assert "does not fit" in ledger.missing["measured"]
+    assert "--no-measured" in ledger.missing["measured"]
+
+
 @pytest.mark.parametrize(
     ("module", "file"), [(memory_module, "STATUS"), (ledger_module, "CLEAR_REFS")]
 )

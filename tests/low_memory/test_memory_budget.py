@@ -132,7 +132,8 @@ def by_hand(base: str) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_the_choice_is_the_fastest_that_fits_of_all_combinations(precision: str) -> None:
-    base = f"--micro-batch-size 4 --global-batch-size 8 --offload-bucket-size 128 {precision}"
+    base = "--micro-batch-size 4 --global-batch-size 8 --offload-bucket-size 128 --device cuda"
+    base = f"{base} {precision}"
     combinations = by_hand(base)
     search = search_of(config_of(base))
     assert sorted(each.peak for each in search.candidates) == sorted(p for p, _ in combinations)
@@ -154,6 +155,7 @@ def test_the_choice_is_the_fastest_that_fits_of_all_combinations(precision: str)
 
 def test_ties_prefer_fp32_states_then_larger_microbatches_and_offload_comes_last() -> None:
     base = "--micro-batch-size 4 --global-batch-size 8 --offload-bucket-size 128 --bf16"
+    base += " --device cuda"
     free = [each for each in search_of(config_of(base)).candidates if each.flops == 1]
     places = [
         (
@@ -182,7 +184,7 @@ def test_where_nothing_fits_the_smallest_peak_is_named_and_fits() -> None:
 
 
 def test_settings_of_the_command_line_stay_except_the_microbatch() -> None:
-    base = "--micro-batch-size 4 --global-batch-size 8 --bf16"
+    base = "--micro-batch-size 4 --global-batch-size 8 --bf16 --device cuda"
     fixed = "--recompute-granularity ops --exp-avg-dtype fp32 --optimizer-cpu-offload false"
     for candidate in search_of(config_of(f"{base} {fixed}")).candidates:
         assert candidate.changes.keys() <= {
@@ -210,19 +212,29 @@ def test_what_the_file_recomputes_is_recomputed_at_least() -> None:
         (4, f"{PP} --bf16 --use-distributed-optimizer", {False}),
         (4, f"{PP} --num-layers-per-virtual-pipeline-stage 1", {False}),
         (2, "--grad-path samo --fp16", {False, True}),
-        (2, "--grad-path radius --radius-interval 5 --bf16", {False}),
+        (2, "--grad-path radius --radius-interval 4 --bf16", {False}),
     ],
 )
 def test_peaks_are_those_of_the_fullest_rank_on_grids_and_paths(
     world: int, flags: str, offloads: set[bool]
 ) -> None:
-    config = config_of(f"--micro-batch-size 2 --global-batch-size 16 {flags}", world=world)
+    sizes = "--micro-batch-size 2 --global-batch-size 16 --device cuda"
+    config = config_of(f"{sizes} {flags}", world=world)
     search = search_of(config, world=world)
     for candidate in (*search.candidates[::7], *search.front):
         assert candidate.peak == fullest(candidate.config, world), candidate.flags
         assert candidate.config.training.global_batch_size == 16
     found = {each.config.offload.optimizer_cpu_offload for each in search.candidates}
     assert found == offloads
+
+
+@pytest.mark.parametrize("device", ["", "--device cpu"])
+def test_states_of_a_cpu_are_not_offloaded_to_the_same_memory(device: str) -> None:
+    search = search_of(config_of(f"--bf16 {device}"))
+    offloads = {each.config.offload.optimizer_cpu_offload for each in search.candidates}
+    assert len(search.candidates) > 1 and offloads == {False}
+    given = search_of(config_of(f"--bf16 {device} --optimizer-cpu-offload"))
+    assert {each.config.offload.optimizer_cpu_offload for each in given.candidates} == {True}
 
 
 def test_batch_normalizations_keep_their_images() -> None:
@@ -247,10 +259,17 @@ def test_a_translation_keeps_its_packs() -> None:
     assert search.front[-1].peak == min(fullest(each.config, 1) for each in search.candidates)
 
 
-def test_a_network_without_planned_memory_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("recompute", "setting"),
+    [
+        ("", "vision_backbone_type: vgg19 has no"),
+        ("--recompute-granularity every", "recompute_granularity: every has no"),
+    ],
+)
+def test_a_network_without_planned_memory_is_refused(recompute: str, setting: str) -> None:
     flags = VISION.replace("--num-layers 16", "--vision-backbone-type vgg19 --memory-budget 1GB")
-    config = config_of(flags, task=VISION_TASK.config)
-    with pytest.raises(ConfigError, match="memory_budget: vision_backbone_type: vgg19 has no"):
+    config = config_of(f"{flags} {recompute}", task=VISION_TASK.config)
+    with pytest.raises(ConfigError, match=f"memory_budget: {setting}.*; leave out --memory-budget"):
         within_budget(config, GRADIENT_PATHS["dense"], world=1, vocabularies=())
 
 
@@ -375,6 +394,22 @@ def test_a_saved_microbatch_is_cut_to_what_other_ranks_get() -> None:
     one, more = f"{flags} --micro-batch-size 8", f"{flags} --micro-batch-size 1"
     assert resumed(more, chosen=one, on=1, before=1).training.micro_batch_size == 8
     assert resumed(more, chosen=one, on=4, before=1).training.micro_batch_size == 2
+
+
+def test_a_resumed_run_drops_what_its_command_line_replaces() -> None:
+    flags = "--micro-batch-size 2 --global-batch-size 8 --bf16 --device cuda"
+    saved = f"{flags} --memory-budget 1GB"
+    full = f"{saved} --recompute-granularity full --recompute-method uniform"
+    full = f"{full} --recompute-num-layers 1"
+    kept = resumed(saved, chosen=full, on=1, before=1).recompute
+    assert (kept.recompute_granularity, kept.recompute_num_layers) == ("full", 1)
+    again = resumed(f"{saved} --recompute-granularity ops", chosen=full, on=1, before=1).recompute
+    assert (again.recompute_granularity, again.recompute_method) == ("ops", None)
+    assert again.recompute_num_layers is None
+    offload = f"{saved} --optimizer-cpu-offload"
+    assert resumed(saved, chosen=offload, on=1, before=1).offload.optimizer_cpu_offload
+    sharded = f"{saved} --use-distributed-optimizer"
+    assert not resumed(sharded, chosen=offload, on=1, before=1).offload.optimizer_cpu_offload
 
 
 def test_a_resumed_run_says_that_it_needs_more_than_its_budget() -> None:

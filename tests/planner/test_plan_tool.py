@@ -189,6 +189,7 @@ def test_the_papers_memory_is_beside_ours(plan: Any) -> None:
         ("--efficiency fast", ["--efficiency", "fast"]),
         ("--scale", ["--world-size", "--scale", "leave it out"]),
         ("--json --paper", ["--paper", "--json"]),
+        ("--memory-budget 9GB --paper", ["--paper", "--memory-budget"]),
         ("--hidden-sice 12", ["--hidden-sice", "--hidden-size"]),
         (f"{STAGES} 64 --world-size 64", ["pipeline_model_parallel_size 64"]),
         ("--optimizer-cpu-offload --use-distributed-optimizer", ["optimizer_cpu_offload"]),

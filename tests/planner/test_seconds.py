@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ def test_groups_that_cross_nodes_share_the_nics() -> None:
     pairs = ParallelDims(tp=2, dp=4, pp=1)
     assert site.link(pairs, "dp").rate == pytest.approx(whole / 2)
     assert site.message(ParallelDims(tp=1, dp=4, pp=2)).rate == site.nic_rate
+
+
+def test_a_link_of_many_ranks_is_found_in_one_pass_over_them() -> None:
+    site = read_site(SITE, "perlmutter")
+    start = time.process_time()
+    assert site.link(ParallelDims(tp=1, dp=16_384, pp=1), "dp").rate > 0
+    assert time.process_time() - start < 1, "it takes 10 ms, and a pass for each rank 10 s"
 
 
 def test_a_message_takes_the_links_between_its_stages() -> None:
@@ -203,6 +211,36 @@ def test_recomputation_costs_a_forward() -> None:
         for more in ("", "--recompute-granularity full")
     )
     assert 1.2 < full / plain < 4 / 3  # the head is not made again
+
+
+@pytest.mark.parametrize(
+    ("recompute", "times"),
+    [
+        ("residual", 1),
+        ("residual --recompute-num-layers 4", 1),
+        ("every", 1),
+        ("residual-star", 1),
+        ("residual-star --recompute-num-layers 4", (8 + 8 - 2) / 8),
+        ("ops", 0),
+        ("no-norm", 0),
+    ],
+)
+def test_layers_that_run_again_by_operators_cost_a_forward_each(
+    recompute: str, times: float
+) -> None:
+    flags = f"{MODEL} --tensor-model-parallel-size 4"
+    plain, full, found = (
+        plan_of(f"{flags} {more}", 4)
+        for more in (
+            "",
+            "--recompute-granularity full",
+            f"--recompute-granularity {recompute}",
+        )
+    )
+    more = found.seconds.compute - plain.seconds.compute
+    assert more == pytest.approx(times * (full.seconds.compute - plain.seconds.compute))
+    again = tensor_traffic(full.grid, 0).again
+    assert tensor_traffic(found.grid, 0).again == pytest.approx(times * again)
 
 
 def test_efficiency_can_be_said() -> None:

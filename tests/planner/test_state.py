@@ -22,6 +22,7 @@ BF16_STATES = "--main-params-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype 
 INT8_STATES = "--main-params-dtype bf16 --exp-avg-dtype int8 --exp-avg-sq-dtype int8"
 TOP_K = "--outer-compression topk --outer-topk-chunk 300 --outer-topk-k 9"
 FULL = "--recompute-granularity full"
+RESIDUAL = "--recompute-granularity residual"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 CASES = {
     "sgd": (1, "--optimizer sgd --bf16"),
@@ -62,6 +63,10 @@ CASES = {
              f"{FULL} --recompute-method block --recompute-num-layers 2"),
     "grid": (4, f"{TP} {PP} --sequence-parallel"),
     "zero": (4, f"--use-distributed-optimizer --bf16 {PP}"),
+    "residual": (2, f"{TP} {RESIDUAL} --recompute-num-layers 2 --sequence-parallel"),
+    "residual star": (2, f"{TP} {RESIDUAL}-star --recompute-num-layers 2"),
+    "every": (2, f"{TP} --recompute-granularity every --recompute-num-layers 3"),
+    "ops": (2, f"{TP} --recompute-granularity ops --sequence-parallel"),
     "nodes": (4, f"--dp-inner-size 2 --bf16 {FULL}"),
     "nodes samo": (4, f"{SAMO} --dp-inner-size 2 --use-distributed-optimizer"),
     "samo": (4, f"{SAMO} --bf16 {PP} --grad-reduce-in-bf16"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tools import profile_memory
 
@@ -150,6 +151,9 @@ def test_the_reports_accounting_pads_the_vocabulary_as_the_trainer_does(
         ),
         ("--recompute-granularity full", "recompute_granularity full"),
         ("--grad-path topk", "grad_path topk"),
+        ("--fp16 --main-params-dtype fp16", "main_params_dtype fp16"),
+        ("--exp-avg-dtype bf16", "exp_avg_dtype bf16"),
+        ("--exp-avg-sq-dtype int8", "exp_avg_sq_dtype int8"),
     ],
 )
 def test_settings_that_the_report_does_not_cover_are_refused(
@@ -186,6 +190,7 @@ def test_the_task_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["--world-size", "0"], "--world-size"),
         (["--rank", "1"], "rank"),
         (["--out", "/nowhere/at/all"], "--out"),
+        (["--out", "/proc"], "--out /proc: "),
         (["--accounting", "ours"], "--accounting"),
     ],
 )
@@ -193,5 +198,28 @@ def test_wrong_settings_are_one_line(
     arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert profile_memory.main([*TINY.split(), *arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and word in told
+    found = capsys.readouterr()
+    assert found.out == "" and found.err.count("\n") == 1 and word in found.err
+
+
+@pytest.mark.parametrize("name", ["ledger.json", "memory.png"])
+def test_a_file_that_cannot_be_written_is_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).mkdir()
+    arguments = [*TINY.split(), *STILL, *PAPER, "--out", str(tmp_path)]
+    assert profile_memory.main(arguments) == 2
+    assert capsys.readouterr().err == f"error: --out {tmp_path / name}: Is a directory\n"
+
+
+def test_a_gpu_that_is_not_there_leaves_two_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert profile_memory.main([*TINY.split(), "--device", "cuda"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    reason = "device cuda: this machine has none; give --no-measured"
+    assert any(line.startswith(f"measured is missing: {reason}") for line in lines)
+    assert profile_memory.TRACKED_ON_CPU in lines
+    assert profile_memory.main([*TINY.split(), "--no-measured"]) == 0
+    assert profile_memory.TRACKED_ON_CPU not in capsys.readouterr().out.splitlines()

@@ -64,7 +64,8 @@ def draw_ledger(file: Path, ledger: MemoryLedger) -> None:
     """Write a PNG with the pie and the timeline of a ledger.
 
     Raises:
-        ConfigError: The ledger has no column, or matplotlib is not installed.
+        ConfigError: The ledger has no column, matplotlib is not installed, or the file cannot be
+            written.
     """
     names = ("tracked", "planned", "measured")
     column = next((ledger.columns[name] for name in names if name in ledger.columns), None)
@@ -96,14 +97,14 @@ def draw_ledger(file: Path, ledger: MemoryLedger) -> None:
         axes.legend(fontsize=8, frameon=False, loc="upper right")
     axes.set_xlabel("operators of a step")
     axes.set_ylabel("MB")
-    figure.savefig(file, format="png")
+    _save_picture(file, figure)
 
 
 def draw_course(file: Path, title: str, kinds: dict[str, float], course: ActivationCourse) -> None:
     """Write a PNG with the pie of `kinds` (bytes) and the course of the report's accounting.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     figure = _figure()
     grid = figure.add_gridspec(1, 3)
@@ -117,7 +118,7 @@ def draw_course(file: Path, title: str, kinds: dict[str, float], course: Activat
     axes.legend(fontsize=8, frameon=False)
     axes.set_xlabel("operations: forward, then backward")
     axes.set_ylabel("activations, MB")
-    figure.savefig(file, format="png")
+    _save_picture(file, figure)
 
 
 def _figure() -> Any:
@@ -126,6 +127,13 @@ def _figure() -> Any:
     except ImportError:
         raise missing_extra("matplotlib", "log") from None
     return Figure(figsize=(11, 3.8), dpi=110, layout="constrained")
+
+
+def _save_picture(file: Path, figure: Any) -> None:
+    try:
+        figure.savefig(file, format="png")
+    except OSError as error:
+        raise ConfigError(f"--out {file}: {error.strerror}") from None
 
 
 def _pie(axes: Any, column: MemoryColumn, title: str) -> None:

@@ -181,7 +181,7 @@ def check_covered(config: Config, world: int) -> None:
     Raises:
         ConfigError: A setting is not covered.
     """
-    parallel = config.parallel
+    parallel, optimizer = config.parallel, config.optimizer
     # Each setting with its value and the value that is covered.
     settings: list[tuple[str, object, object]] = [
         ("tensor_model_parallel_size", parallel.tensor_model_parallel_size, 1),
@@ -190,6 +190,9 @@ def check_covered(config: Config, world: int) -> None:
         ("sequence_parallel", parallel.sequence_parallel, False),
         ("use_distributed_optimizer", parallel.use_distributed_optimizer, False),
         ("optimizer_cpu_offload", config.offload.optimizer_cpu_offload, False),
+        ("main_params_dtype", optimizer.main_params_dtype, "fp32"),
+        ("exp_avg_dtype", optimizer.exp_avg_dtype, "fp32"),
+        ("exp_avg_sq_dtype", optimizer.exp_avg_sq_dtype, "fp32"),
         ("recompute_granularity", config.recompute.recompute_granularity, None),
         ("grad_path", config.gradient.grad_path, "dense"),
     ]

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron.data_parallel.bucket_plan import PlannedCollective, RankShapes, StepTraffic
-from megatron.low_memory.checkpoint_interval import recompute_spans, recomputes_attention
+from megatron.low_memory.checkpoint_interval import layers_again, recomputes_attention
 from megatron.memory_estimate import Activations, RankGrid, microbatches_of
 from megatron.model.flops import flops_per_token
 from megatron.parallel.dims import ParallelDims
@@ -120,12 +120,7 @@ def pass_seconds(grid: RankGrid, site: Site, stage: int, *, hides_sums: bool = T
     layer *= law.slowness(layer_products(model, sequences=size, tp=tp))
     head *= law.slowness([Product(tokens, vocabulary / tp, model.hidden_size)])
     forward = layer * sum(map(len, split)) + (head / 3 if grid.holds_head(stage) else 0.0)
-    again = layer * sum(
-        span.stop - span.start
-        for run in split
-        for span in recompute_spans(len(run), config.recompute)
-        if span.recomputed
-    )
+    again = layer * sum(layers_again(len(run), config.recompute)[0] for run in split)
     if recomputes_attention(config.recompute):
         scores = 4.0 * model.seq_length * model.num_attention_heads * model.head_dim
         again = scores * sum(map(len, split))

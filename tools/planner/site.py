@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +63,10 @@ class Site:
         # All groups are placed like the group of the first rank, or nearly so.
         line = range(0, dims.sizes[axis] * dims.stride(axis), dims.stride(axis))
         here = self.gpus_per_node
-        if dims.world_size <= here or len({rank // here for rank in line}) == 1:
+        on_nodes = Counter(rank // here for rank in line)
+        if dims.world_size <= here or len(on_nodes) == 1:
             return Link(self.link_latency, self.link_rate)
-        together = max(sum(rank // here == node // here for rank in line) for node in line)
-        groups = max(here // together, 1)
+        groups = max(here // max(on_nodes.values()), 1)
         rate = self.nics_per_node * self.nic_rate * self.network_efficiency / groups
         return Link(self.nic_latency, min(rate, self.link_rate))
 

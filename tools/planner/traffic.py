@@ -15,7 +15,7 @@ from megatron.data_parallel.bucket_plan import (
     moment_bytes,
     ring_all_reduce_bytes,
 )
-from megatron.low_memory.checkpoint_interval import recompute_spans
+from megatron.low_memory.checkpoint_interval import layers_again
 from megatron.memory_estimate import Activations, RankGrid, microbatches_of
 
 NUMBER = 8
@@ -96,12 +96,7 @@ def tensor_traffic(grid: RankGrid, stage: int) -> TensorTraffic:
     unit = (ranks - 1) * whole // ranks if cuts else ring_all_reduce_bytes(whole, ranks)
     split = grid.split[stage]
     layers = sum(map(len, split))
-    again = sum(
-        span.stop - span.start
-        for run in split
-        for span in recompute_spans(len(run), grid.config.recompute)
-        if span.recomputed
-    )
+    again = sum(layers_again(len(run), grid.config.recompute)[0] for run in split)
     # Columns: f gathers, and backward gathers again and scatters a sum; rows the other way round.
     each_forward, each_backward = (4, 6) if cuts else (2, 2)
     forward, backward, again = each_forward * layers, each_backward * layers, each_forward * again
