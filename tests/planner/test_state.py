@@ -27,7 +27,7 @@ TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 CASES = {
     "sgd": (1, "--optimizer sgd --bf16"),
     "early bird": (1, "--grad-path samo --samo-sparsity 0.5 --samo-pruning early-bird "
-                   "--samo-early-bird-interval 2 --bf16 --train-iters 10"),
+                   "--samo-early-bird-interval 2 --bf16 --train-iters 12"),
     "dense": (2, ""),
     "gated": (2, f"--swiglu --group-query-attention --num-query-groups 2 {TP} --bf16 "
               "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
