@@ -277,7 +277,7 @@ def test_a_lower_sparsity_than_the_checkpoint_has_is_refused(ranks: Ranks, tmp_p
     assert said.startswith("--samo-sparsity: the checkpoint is pruned already, and of ")
 
 
-@pytest.mark.parametrize(("interval", "radius", "enough"), [(1, 3, 6), (2, 4, 12)])
+@pytest.mark.parametrize(("interval", "radius", "enough"), [(1, 4, 8), (2, 4, 12)])
 def test_a_run_too_short_for_radius_after_the_ticket_is_refused(
     interval: int, radius: int, enough: int
 ) -> None:
