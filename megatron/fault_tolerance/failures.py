@@ -202,12 +202,13 @@ def _seconds(stamp: str) -> float:
 
 
 def _is_asked(name: str, argv: Sequence[str]) -> bool:
-    """Return whether a command line that could not be parsed has this flag, and not with false."""
+    """Return whether a command line that could not be parsed has this flag, alone or with true."""
     asked = False
-    for flag, following in zip(argv, [*argv[1:], ""], strict=False):
-        given, equals, value = flag.partition("=")
-        if given == name:
-            asked = (value if equals else following).lower() != "false"
+    for flag, following in zip(argv, [*argv[1:], "--"], strict=False):
+        if flag == name:
+            asked = following == "true" or following.startswith("--")
+        elif flag.startswith(f"{name}="):
+            asked = flag == f"{name}=true"
     return asked
 
 

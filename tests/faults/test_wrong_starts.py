@@ -103,7 +103,15 @@ def test_what_one_node_lacks_is_told_by_its_first_rank(
 
 @pytest.mark.parametrize(
     ("words", "shown"),
-    [("--debug", True), ("--debug=true --lr 1", True), ("--debug false", False), ("", False)],
+    [
+        ("--debug", True),
+        ("--debug --lr 1", True),
+        ("--debug=true --lr 1", True),
+        ("--debug true", True),
+        ("--debug false", False),
+        ("--debug=maybe", False),
+        ("", False),
+    ],
 )
 def test_a_command_line_that_cannot_be_read_asks_for_tracebacks_too(
     words: str, shown: bool, capsys: pytest.CaptureFixture[str]
