@@ -59,7 +59,7 @@ CASES: dict[str, PageCase] = {
     "scripts/test.sh": PageCase(typed="LINT=0 WORKERS=0 {} tests/test_layers.py"),
     # ---- gradient paths, parallelism -----------------------------------------------------------
     "python tools/prune_checkpoint.py RUN": PageCase(instead={"RUN": "runs/quickstart/dense"}),
-    "python -m torch.distributed.run": PageCase(typed=f"{{}} {BRIEF}"),
+    "python -m torch.distributed.run": PageCase(typed=f"{{}} {BRIEF} --train-iters 6"),
     "python tools/parity.py": PageCase(
         typed="{} --paths dense", instead={"--tp 2 --pp 2": "--pp 2"}
     ),
