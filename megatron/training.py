@@ -153,8 +153,8 @@ class Trainer:
                 f"all {self.total_iterations} steps are done; raise {length} to continue, or give "
                 "--skip-train to evaluate again"
             )
-            self._end_round()
-            evaluate = self._evaluate_if_missing
+            # Weights of a round that ends here have not been evaluated.
+            evaluate = self._evaluate if self._end_round() else self._evaluate_if_missing
             request = evaluate("valid", self.readers.valid)
         elif (left := self._train_steps_and_settle()) is not None:
             return left
@@ -164,16 +164,18 @@ class Trainer:
             self.requests.left()
         return _left_by(request) or TrainOutcome(EXIT_DONE)
 
-    def _end_round(self) -> None:
+    def _end_round(self) -> bool:
         """Average and save the replicas of a run that was left inside a round and is shorter now.
 
-        Collective over the world if the run takes local steps.
+        Return whether it was. Collective over the world if the run takes local steps.
         """
         local = self.engine.local_steps
-        if local is not None and self._on_any_rank(local.is_left):
-            self.optimizer.end_round()
-            self.metrics.log("the round of local steps that was left ends here")
-            self._save(ExitRequest.NONE, wait=True)
+        if local is None or not self._on_any_rank(local.is_left):
+            return False
+        self.optimizer.end_round()
+        self.metrics.log("the round of local steps that was left ends here")
+        self._save(ExitRequest.NONE, wait=True)
+        return True
 
     def _train_steps_and_settle(self) -> TrainOutcome | None:
         try:

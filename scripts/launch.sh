@@ -114,8 +114,13 @@ for ((i = 0; i < ${#given[@]}; i++)); do
         continue
       fi
       ;;
-    --dry-run | --dry-run=true)
+    --dry-run=true | --dry-run=false)
+      dry_run=${given[i]#*=}
+      continue
+      ;;
+    --dry-run)
       dry_run=true
+      case ${given[i + 1]:-} in true | false) dry_run=${given[++i]} ;; esac
       continue
       ;;
     -h | --help | --help-compat) only_prints=true ;;

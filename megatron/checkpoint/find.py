@@ -354,8 +354,18 @@ def loads_elsewhere(config: Config, run_dir: Path) -> bool:
     load, own_place = config.checkpoint.load, save_directory(config, run_dir)
     # Path.resolve raises RuntimeError for a loop of links.
     return load is not None and (
-        os.path.realpath(steps_folder(Path(load))) != os.path.realpath(own_place)
+        os.path.realpath(_folder_to_load(Path(load))) != os.path.realpath(own_place)
     )
+
+
+def _folder_to_load(load: Path) -> Path:
+    """Return the folder of steps that `--load` names: its own, or where that run has saved."""
+    own = checkpoints_folder(load)
+    # A record may be of another place: of a folder that was copied or moved, or of a start that has
+    # saved nothing yet.
+    with failing_as(own, "read"):
+        is_folder = own.is_dir()
+    return own if is_folder and list_steps(own).committed else steps_folder(load)
 
 
 @dataclass(frozen=True)
@@ -418,7 +428,7 @@ def locate_checkpoint(
         _refuse_to_ignore(own_place)
         _refuse_to_begin_again(run_dir, own_place)
         return None
-    other, place = None, steps_folder(Path(asked.load))
+    other, place = None, _folder_to_load(Path(asked.load))
     if elsewhere:
         other = find_checkpoint(place, log=log, step=asked.ckpt_step, verify=verify, literal=True)
     if other is None and (elsewhere or asked.exit_on_missing_checkpoint):
@@ -426,6 +436,8 @@ def locate_checkpoint(
             f"{place}: no checkpoint was ever committed there; check --load, or leave it "
             "out to start at step 0"
         )
+    if other is None:
+        _refuse_to_begin_again(run_dir, own_place)
     return CheckpointSource(other, own=False) if other is not None else None
 
 

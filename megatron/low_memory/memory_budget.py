@@ -7,7 +7,7 @@ A candidate changes the given configuration in up to four ways, each of which sa
     microbatch   micro_batch_size, a divisor of the given one; the global batch stays
     recompute    recompute_granularity, recompute_method and recompute_num_layers
     states       bf16 moments, and weights without an fp32 copy
-    offload      optimizer_cpu_offload, with a GPU
+    offload      optimizer_cpu_offload, but not with `--device cpu`
 
 The order of candidates, by which the fastest is found: fewer FLOPs of products, recomputed ones
 included; of equally many those without offload; of these fp32 states before 16-bit moments, and
@@ -447,6 +447,6 @@ def _states(config: Config) -> Sequence[Changes]:
 
 def _offloads(config: Config) -> Sequence[Changes]:
     # Where the device is a CPU, the host's memory is the same.
-    if config.offload.optimizer_cpu_offload or (config.run.device or "cpu") == "cpu":
+    if config.offload.optimizer_cpu_offload or config.run.device == "cpu":
         return [{}]
     return [{}, {"optimizer_cpu_offload": True}]

@@ -283,3 +283,23 @@ def test_the_run_that_is_loaded_may_save_elsewhere(run: Path, tmp_path: Path) ->
     recorded(source, tmp_path / "gone")
     with pytest.raises(CheckpointError, match=f"{tmp_path / 'gone'}: no checkpoint was ever"):
         locate_checkpoint(config, new, log=print)
+
+
+def test_steps_in_the_folder_that_is_loaded_come_before_its_record(
+    run: Path, tmp_path: Path
+) -> None:
+    """The record may be of a folder that was copied, or of a start that has saved nothing yet."""
+    newest, saves = run / "checkpoints" / "step_00000030", tmp_path / "saves"
+    copied = tmp_path / "copied"
+    save_checkpoint(copied, step=50, tensors={"t": torch.zeros(4)}, state={}, files=QuickFiles())
+    for place in (saves, copied):
+        recorded(run, place)
+        config = config_of(f"--load {run} --save {saves}")
+        assert locate_checkpoint(config, run, log=print) == CheckpointSource(newest, own=False)
+
+
+def test_one_folder_for_both_does_not_begin_a_run_again(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    with pytest.raises(CheckpointError, match="to resume, or another --run-dir"):
+        locate_checkpoint(config_of(f"--load {new} --save {new}"), run, log=print)
+    assert locate_checkpoint(config_of(f"--load {new} --save {new}"), new, log=print) is None

@@ -114,6 +114,9 @@ def test_the_launcher_reads_what_it_needs_of_the_flags(tmp_path: Path) -> None:
         shown = told(tmp_path, {}, "--", *flags, "--dry-run", **more)
         assert f"\nexec {tmp_path / 'python'} {script}\n" in shown
         assert "threads" not in shown.splitlines()[-1], "a dry run starts no rank"
+    for flags, starts in (("--dry-run true", False), ("--dry-run=false", True)):
+        shown = told(tmp_path, {}, "--", *flags.split(), "--lr", "1", PROGRAM="train.py")
+        assert ("threads" in shown.splitlines()[-1]) == starts and "--dry-run" not in shown
 
 
 def test_help_of_the_program_starts_no_rank(tmp_path: Path) -> None:
