@@ -197,7 +197,7 @@ def _today(key: str, value: object) -> object:
 
 
 def _in_one_spelling(key: str, value: object) -> object:
-    """Return a value without differences of spelling: of numbers, and of paths of data."""
+    """Return shares of a split as numbers, paths of data in their shortest form, others as is."""
     name = key.rpartition(".")[2]
     if key == "data.split" and isinstance(value, str):
         with contextlib.suppress(ConfigError):  # of a manifest that no run has written

@@ -432,9 +432,11 @@ def locate_checkpoint(
     if elsewhere:
         other = find_checkpoint(place, log=log, step=asked.ckpt_step, verify=verify, literal=True)
     if other is None and (elsewhere or asked.exit_on_missing_checkpoint):
+        recorded = place != checkpoints_folder(Path(asked.load))
         raise CheckpointError(
-            f"{place}: no checkpoint was ever committed there; check --load, or leave it "
-            "out to start at step 0"
+            f"{place}: no checkpoint was ever committed there"
+            f"{f', where {asked.load} saves' if recorded else ''}; check --load, or leave it out "
+            "to start at step 0"
         )
     if other is None:
         _refuse_to_begin_again(run_dir, own_place)

@@ -428,13 +428,8 @@ def check_measured(config: Config) -> None:
     """Check that `DryRank.states` has all states of the rank, and none in another memory.
 
     Raises:
-        ConfigError: The gradient path, its wire or the optimizer keeps other states, or the machine
-            lacks the device.
+        ConfigError: The gradient path, its wire or the optimizer keeps other states.
     """
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device cuda: this machine has none; give --no-measured, which leaves this column out"
-        )
     _refuse(
         config,
         path="keeps masks or residuals, which are not measured; only {} is",

@@ -255,19 +255,20 @@ def _measured(build: _LedgerBuilder) -> MemoryColumn:
     """Run the step on real tensors.
 
     Raises:
-        ConfigError: The rank has states that are not measured, or does not fit on the GPU, or Linux
-            does not tell its memory.
+        ConfigError: The rank has states that are not measured, there is no GPU for `--device cuda`,
+            the step does not fit on it, or Linux does not tell its memory.
     """
     check_measured(build.config)
     device = torch.device(build.config.run.device or "cpu")
     if device.type == "cuda":
+        way_out = "give --no-measured, which leaves this column out"
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device cuda: this machine has none; {way_out}")
         try:
             return _measured_on_gpu(build, device)
         except torch.OutOfMemoryError:
-            raise ConfigError(
-                "device cuda: the step does not fit into its memory; give --no-measured, which "
-                "leaves this column out"
-            ) from None
+            text = f"device cuda: the step does not fit into its memory; {way_out}"
+            raise ConfigError(text) from None
     before = resident("VmRSS")
     restart_peak()
     rank = build.rank_on(device)

@@ -281,7 +281,8 @@ def test_the_run_that_is_loaded_may_save_elsewhere(run: Path, tmp_path: Path) ->
     again = config_of(f"--load {source} --save {run / 'checkpoints'}")
     assert locate_checkpoint(again, source, log=print) == CheckpointSource(newest, own=True)
     recorded(source, tmp_path / "gone")
-    with pytest.raises(CheckpointError, match=f"{tmp_path / 'gone'}: no checkpoint was ever"):
+    there = f"{tmp_path / 'gone'}: no checkpoint was ever committed there, where {source} saves"
+    with pytest.raises(CheckpointError, match=f"{there}; check --load"):
         locate_checkpoint(config, new, log=print)
 
 

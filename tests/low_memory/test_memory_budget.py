@@ -229,17 +229,15 @@ def test_peaks_are_those_of_the_fullest_rank_on_grids_and_paths(
 
 
 def test_states_of_a_cpu_are_not_offloaded_to_the_same_memory() -> None:
-    search = search_of(config_of("--bf16 --device cpu"))
-    offloads = {each.config.offload.optimizer_cpu_offload for each in search.candidates}
-    assert len(search.candidates) > 1 and offloads == {False}
-    given = search_of(config_of("--bf16 --device cpu --optimizer-cpu-offload"))
-    assert {each.config.offload.optimizer_cpu_offload for each in given.candidates} == {True}
-    # Without the flag a run takes a GPU where there is one.
-    either = search_of(config_of("--bf16"))
-    assert {each.config.offload.optimizer_cpu_offload for each in either.candidates} == {
-        False,
-        True,
-    }
+    for flags, offered in (
+        ("--device cpu", {False}),
+        ("--device cpu --optimizer-cpu-offload", {True}),
+        # Without --device a run takes a GPU where there is one.
+        ("", {False, True}),
+    ):
+        candidates = search_of(config_of(f"--bf16 {flags}")).candidates
+        offloads = {each.config.offload.optimizer_cpu_offload for each in candidates}
+        assert len(candidates) > 1 and offloads == offered
 
 
 def test_batch_normalizations_keep_their_images() -> None:

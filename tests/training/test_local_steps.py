@@ -135,6 +135,21 @@ def test_a_round_that_is_left_ends_where_the_run_is_made_shorter(
     assert differing(whole, again) == [] and log.read_text().count("ends here") == 1
 
 
+def test_a_round_that_ends_late_is_evaluated_with_its_own_weights(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """An evaluation of the step at which it was left is of the average with which it began."""
+    flags = f"{LOCAL} --lr-decay-style constant"
+    run(ranks, 2, f"{flags} --exit-interval 3", tmp_path / "left")
+    run(ranks, 2, f"{flags} --skip-train", tmp_path / "left")
+    before = metrics_of(tmp_path / "left", "valid_loss")
+    run(ranks, 2, f"{flags} --train-iters 3", tmp_path / "left")
+    run(ranks, 2, f"{flags} --train-iters 3", tmp_path / "whole")
+    ended = metrics_of(tmp_path / "left", "valid_loss")
+    assert ended[:-1] == before
+    assert ended[-1] == metrics_of(tmp_path / "whole", "valid_loss")[-1] != before[-1]
+
+
 def test_replicas_differ_in_a_round_and_agree_at_its_end(ranks: Ranks, tmp_path: Path) -> None:
     inside = run(ranks, 2, f"{LOCAL} --exit-interval 3", tmp_path / "inside")
     assert any(
