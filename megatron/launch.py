@@ -152,9 +152,8 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
             local_rank=_integer(env, "SLURM_LOCALID"),
             local_world_size=_tasks_on_node(env),
             master_addr=env.get("MASTER_ADDR") or _first_host(env),
-            # Below the ephemeral range, and different for steps and jobs of successive numbers,
-            # which may share a node.
-            master_port=_integer(env, "MASTER_PORT", default=10000 + (64 * job + step) % 20000),
+            # Different for steps and jobs of successive numbers, which may share a node.
+            master_port=_integer(env, "MASTER_PORT", default=PORTS[(64 * job + step) % len(PORTS)]),
         )
     )
 
@@ -232,6 +231,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 LATE = 1 / 16
 """Pause between two polls, as a share of the time waited so far, within these bounds."""
 _ADDRESS_BYTES = 300
+PORTS = range(10000, 30000)
+"""Where a port is chosen from. The kernel takes the ports of outgoing connections, and those of
+programs that ask for any port, from higher numbers, so that it does not take a port of these
+between its choice and its use."""
 _START_SECONDS, _LEAVE_SECONDS = 300.0, 60.0
 
 
@@ -417,11 +420,24 @@ def _free_place(launch: Launch) -> str:
 
     alone = launch.world_size == launch.local_world_size
     address = launch.master_addr or ("127.0.0.1" if alone else socket.getfqdn())
-    if launch.master_port:
-        return f"{address} {launch.master_port}"
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"{address} {probe.getsockname()[1]}"
+    return f"{address} {launch.master_port or free_port()}"
+
+
+def free_port() -> int:
+    """Return one of `PORTS` that is free on this host.
+
+    Raises:
+        ConfigError: None of a hundred ports drawn from them could be bound.
+    """
+    import random
+    import socket
+
+    # A generator of its own leaves that of the run alone.
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise ConfigError(f"no free port was found from {PORTS[0]} to {PORTS[-1]}; set MASTER_PORT")
 
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

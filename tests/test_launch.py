@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from megatron.launch import (
     _join_world,
     check_cuda_variables,
     detect_launch,
+    free_port,
     job_environment,
     set_cuda_variables,
 )
@@ -91,6 +94,16 @@ def test_srun_ranks_agree_on_a_meeting_place() -> None:
     assert detect_launch(alone).master_addr == "127.0.0.1"
     next_job = detect_launch(SRUN | {"SLURM_JOB_ID": "78", "SLURM_STEP_ID": "1"})
     assert next_job.master_port not in (launch.master_port, None)
+
+
+def test_a_free_port_is_one_that_nobody_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "PORTS", range(12000, 12100))
+    held: dict[int, socket.socket] = {}
+    with ExitStack() as stack, pytest.raises(ConfigError, match="from 12000 to 12099"):
+        while len(held) <= 100:
+            port = free_port()
+            held[port] = stack.enter_context(socket.create_server(("", port)))
+    assert held and held.keys() <= set(range(12000, 12100))
 
 
 def test_a_rank_of_another_job_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from megatron.launch import free_port  # noqa: E402
 from tools.golden_cases import CASES, GoldenCase  # noqa: E402
 
 RUNS = Path(__file__).with_name("golden_runs.py")
@@ -105,7 +106,8 @@ def record(cases: Sequence[GoldenCase]) -> int:
 
 def results(tree: Path, cases: Sequence[GoldenCase]) -> Iterator[Result]:
     """Run the cases in a tree in one process, and yield each result when its case has ended."""
-    settings = json.dumps([{**asdict(case), "flags": case.command_line} for case in cases])
+    added = [{"flags": case.command_line, "port": free_port()} for case in cases]
+    settings = json.dumps([asdict(case) | more for case, more in zip(cases, added, strict=True)])
     with subprocess.Popen(
         [sys.executable, str(RUNS), str(tree), settings],
         stdin=subprocess.DEVNULL,

@@ -17,13 +17,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +68,21 @@ def run_case(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     run_dir, log = folder / "run", folder / "log"
     argv = [*case["flags"].split(), "--run-dir", str(run_dir)]
-    start = _with_mpi if case["mpi"] else _forked
+    start = _with_mpi if case["mpi"] else partial(_forked, port=case["port"])
     if case["leave_at"] is not None:
         start([*argv, "--exit-interval", str(case["leave_at"])], case["ranks"], log)
     if case["kill_at"] is not None:
         committed = run_dir / "checkpoints" / f"step_{case['kill_at']:08d}"
-        _forked(argv, case["ranks"], log, kill_when=committed)
+        _forked(argv, case["ranks"], log, case["port"], kill_when=committed)
     start(argv, case["ranks"], log)
     return {"name": case["name"], "losses": _losses(run_dir), "tensors": _tensors(run_dir)}
 
 
-def _forked(argv: Sequence[str], ranks: int, log: Path, *, kill_when: Path | None = None) -> None:
+def _forked(
+    argv: Sequence[str], ranks: int, log: Path, port: int, *, kill_when: Path | None = None
+) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     children: dict[int, int] = {}
     for rank in range(ranks):
         child = os.fork()
@@ -91,24 +90,28 @@ def _forked(argv: Sequence[str], ranks: int, log: Path, *, kill_when: Path | Non
             _be_rank(argv, rank, ranks, port, log)
         children[child] = rank
     codes: dict[int, int] = {}
-    limit, killed, late = time.monotonic() + SECONDS, False, False
+    limit = time.monotonic() + SECONDS
+    killed = failed = late = False
     while children:
         child, status = os.waitpid(-1, os.WNOHANG)
         if child:
             codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
             continue
-        late = late or time.monotonic() > limit
-        if late or (not killed and kill_when is not None and kill_when.exists()):
-            killed = True
-            for one in children:
-                os.kill(one, signal.SIGKILL)
+        if not (killed or failed or late):
+            killed = kill_when is not None and kill_when.exists()
+            # The others would wait for a rank that failed.
+            failed = any(codes.values())
+            late = time.monotonic() > limit
+            if killed or failed or late:
+                for one in children:
+                    os.kill(one, signal.SIGKILL)
         time.sleep(0.01)
     if late:
         raise Failed(f"not through after {SECONDS:.0f} s\n{_end(log)}")
-    if kill_when is not None and not killed:
-        raise Failed(f"ended before it was killed\n{_end(log)}")
     if any(codes.values()) and not killed:
         raise Failed(f"exit codes by rank: {dict(sorted(codes.items()))}\n{_end(log)}")
+    if kill_when is not None and not killed:
+        raise Failed(f"ended before it was killed\n{_end(log)}")
 
 
 def _be_rank(argv: Sequence[str], rank: int, ranks: int, port: int, log: Path) -> None:

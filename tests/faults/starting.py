@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fault_tolerance.heartbeat import FOLDER
+from megatron.launch import free_port
 
 REPO = Path(__file__).resolve().parent.parent.parent
 SCRIPT = str(REPO / "pretrain_gpt.py")
@@ -38,13 +38,6 @@ def environment(fault: str | None = None, **more: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(MARKS)}
     env |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", **more}
     return env | ({"SPARSETRON_FAULT": fault} if fault else {})
-
-
-def free_port() -> int:
-    """Return a port that no process listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass

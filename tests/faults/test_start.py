@@ -12,9 +12,9 @@ import pytest
 from megatron.data.batches import Readers, fingerprint_of
 from megatron.errors import ConfigError
 from megatron.fault_tolerance.consistency import compare, compare_data
-from megatron.launch import _check_address
+from megatron.launch import _check_address, free_port
 from megatron.parallel.groups import ProcessGroups
-from tests.faults.starting import TIMEOUT, TIMEOUT_SECONDS, free_port, start_ranks
+from tests.faults.starting import TIMEOUT, TIMEOUT_SECONDS, start_ranks
 from tests.ranks import Ranks
 
 THREE = "--micro-batch-size 1 --global-batch-size 6"

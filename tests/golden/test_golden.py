@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def test_a_change_of_a_rounding_error_is_told(
     assert "tensors, the first rank_00000.safetensors" in capsys.readouterr().out
     assert golden.compare(golden.REPO, golden.REPO, cases) == 0
     assert capsys.readouterr().out.endswith("all 1 equal\n")
+
+
+def test_ranks_are_ended_when_one_of_them_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(golden, "free_port", lambda: port)
+        (result,) = golden.results(golden.REPO, [BY_NAME["dense, DP 2"]])
+    assert f"MASTER_PORT={port}: in use" in result["error"]
+    assert "exit codes by rank: {0: 2, 1: -9}" in result["error"]
 
 
 def test_a_commit_that_git_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 from threading import Event
 
 import torch
+
+from megatron.launch import free_port
 
 REPO = Path(__file__).resolve().parents[3]
 _SOCKETS = {
@@ -42,7 +43,7 @@ def start(
     Both streams go to `log`. Raises OSError if a program is not there.
     """
     gpus = [] if on_cpu else _visible()
-    port, shared = _free_port(), gpus if len(gpus) < ranks else []
+    port, shared = free_port(), gpus if len(gpus) < ranks else []
     program = [sys.executable, str(REPO / "pretrain_gpt.py"), *flags.split()]
     program += ["--device", "cpu"] * on_cpu
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -120,9 +121,3 @@ def _variables(rank: int, ranks: int, shared: Sequence[str]) -> dict[str, str]:
             "CUDA_VISIBLE_DEVICES": shared[rank % len(shared)],
         }
     return variables | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
