@@ -104,12 +104,25 @@ class Pool(ABC):
         """End the processes at once."""
 
 
+PRELOADED = [
+    "safetensors.torch", "pretrain_gpt", "megatron.training", "megatron.model.gpt",
+    "megatron.checkpoint.checkpointer",
+]  # fmt: skip
+"""Modules that ranks find imported. None of them starts a thread, which a fork would lack."""
+
+
 class Spawned(Pool):
-    """Spawned processes that run `life(pipe, store, rank, world)`, `serve` by default."""
+    """Processes that run `serve`, or `life(pipe, store, rank, world)`.
+
+    Ranks that serve are forks of one process, which imported torch and the program for all of them.
+    A `life` has its own imports to make before torch: its processes are spawned.
+    """
 
     def __init__(self, world: int, *, life: Callable[..., None] | None = None) -> None:
         super().__init__()
-        context = multiprocessing.get_context("spawn")
+        fork = multiprocessing.get_context("forkserver")
+        fork.set_forkserver_preload(PRELOADED)
+        context = multiprocessing.get_context("spawn") if life else fork
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()

@@ -29,7 +29,10 @@ from typing import Any
 
 SECONDS = 300.0
 """Longest time that a run may take, in seconds."""
-PRELOADED = ("torch", "torch.distributed", "safetensors.torch", "yaml")
+PRELOADED = (
+    "torch.distributed", "safetensors.torch", "yaml", "megatron.training", "megatron.model.gpt",
+    "megatron.checkpoint.checkpointer",
+)  # fmt: skip
 
 
 class Failed(Exception):
