@@ -20,7 +20,7 @@ LEAST_DENSITY = {"AVX2": Fraction(1, 10), "AVX-512": Fraction(1, 16)}
 """Least density at which a bitmap is used on a CPU, by instruction set.
 
 At this density gathering and scattering by a bitmap takes about as long as by offsets
-(`tools/bench/native_kernels`).
+(`tools/bench/native_kernels/README.md`).
 """
 
 

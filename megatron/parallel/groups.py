@@ -144,7 +144,7 @@ class Group:
         exchanges may be in progress.
         """
         # Broadcasts would leave links idle: gloo runs two collectives at a time, and a rank passes
-        # a broadcast on when it has all of it. tools/bench/exchange compares them.
+        # a broadcast on when it has all of it (times: tools/bench/exchange/README.md).
         assert self.handle is not None, "nobody to send to"
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         ranks, handle = self.ranks, self.handle

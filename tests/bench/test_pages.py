@@ -1,4 +1,4 @@
-"""Each folder of tools/bench states its finding and its command, and is in the index."""
+"""Each folder of tools/bench states its finding and what made it, and is in the index."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ FOLDERS = sorted(
     folder for folder in BENCH.iterdir() if (folder / PAGE).is_file() or any(folder.glob("*.py"))
 )
 QUESTIONS = [folder for folder in FOLDERS if folder.name != SHARED]
+MADE_BY = re.compile(
+    r"^`(tools/[\w/]+\.py)[^`\n]*` \(last in commit [0-9a-f]{8}\) made .*; "
+    r"the program is not kept\.$",
+    re.MULTILINE,
+)
+"""The line that names a program which the tree no longer has."""
 PAGES = sorted([*BENCH.rglob("*.md"), *(REPO / "tools" / "planner").rglob("*.md")])
 
 
@@ -63,7 +69,7 @@ def test_the_index_has_every_question_once() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_pictures_and_programs_are_there(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text = MADE_BY.sub("", page.read_text(encoding="utf-8"))
     missing = [
         link
         for link in re.findall(r"\]\(([^)#:]+)\)", text)
@@ -74,6 +80,16 @@ def test_links_and_pictures_and_programs_are_there(page: Path) -> None:
         assert importlib.util.find_spec(module) is not None, module
     for path in re.findall(r"tools/[\w/]+\.(?:py|sh)", text):
         assert (REPO / path).is_file(), path
+
+
+@pytest.mark.parametrize("folder", QUESTIONS, ids=lambda folder: folder.name)
+def test_numbers_have_a_program_a_study_or_the_commit_of_one(folder: Path) -> None:
+    named = MADE_BY.findall((folder / PAGE).read_text(encoding="utf-8"))
+    assert not any((REPO / path).exists() for path in named)
+    makers = [*folder.glob("*.py"), *folder.glob("*.yaml")]
+    assert len(named) <= 1 and not (named and makers)
+    if any(folder.glob("*.json")):
+        assert named or makers
 
 
 @pytest.mark.parametrize("folder", QUESTIONS, ids=lambda folder: folder.name)

@@ -1,4 +1,4 @@
-"""Runs that benchmarks start, run folders that hold one already, and files of rows."""
+"""Run folders that hold a run already, and files of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.run_dir import CONFIG
 from megatron.status import Status, write_status
 from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.common.rows import append_row, read_rows
-from tools.bench.common.training_runs import ScriptProcesses, is_finished
+from tools.bench.common.training_runs import is_finished
 
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data "
@@ -46,17 +46,6 @@ def test_a_folder_of_other_settings_is_no_substitute(tmp_path: Path) -> None:
         is_finished(folder, [*FLAGS, "--adam-beta2", "0.95"], 1)
     with pytest.raises(ConfigError, match="training"):
         is_finished(folder, [*FLAGS, "--global-batch-size", "4"], 1)
-
-
-def test_processes_tell_exit_codes_and_keep_what_was_said(tmp_path: Path) -> None:
-    processes, console = (
-        ScriptProcesses(threads=1, script="pretrain_gpt.py"),
-        tmp_path / "console.txt",
-    )
-    assert processes(["--no-such-flag"], console) == 2
-    assert "no such flag" in console.read_text()
-    processes.stop()
-    assert processes(["--help"], console) == 130
 
 
 def test_a_torn_line_of_a_file_of_rows_is_left_out(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from megatron.errors import ConfigError
 from tests.docs.documents import REPO, fences, python_fences
 from tests.studies.files import row
 from tools.bench.common.page_files import PAGE, RESULTS
-from tools.bench.time_to_loss.iso_time import DenseLosses
 from tools.bench.track import leaderboard, step_times
+from tools.bench.track.iso_time import DenseLosses
 from tools.bench.track.leaderboard import (
     RANKED_BY,
     SHORTER_GROUPS,
@@ -117,6 +117,44 @@ def test_rows_of_the_leaderboard_can_be_made_again() -> None:
     for commit, words in (("", "no commit"), ("1a2b3c4-dirty", "1a2b3c4-dirty")):
         with pytest.raises(ConfigError, match=f"dense_bf16-seed1 has a row of {words}"):
             check_commits([replace(row("dense_bf16", 1, 4.0), commit=commit)])
+
+
+def lengths_of_dense() -> list[StudyRow]:
+    """Return rows of dense runs: half the steps lose 0.1 more, and seed 2 0.01 more."""
+    return [
+        replace(
+            row("dense_bf16" if steps == 400 else f"{SHORTER_GROUPS}{steps}", seed, 5.0),
+            steps=steps,
+            valid_loss=5.0 + 0.1 * (400 / steps - 1) + 0.01 * (seed - 1),
+        )
+        for steps in (80, 160, 240, 400)
+        for seed in (1, 2)
+    ]
+
+
+def test_dense_runs_of_other_lengths_are_interpolated_in_the_logarithm() -> None:
+    losses = DenseLosses(lengths_of_dense(), dense="dense_bf16", shorter=SHORTER_GROUPS)
+    assert losses.lengths == [80, 160, 240, 400] and losses.seeds == {1, 2}
+    assert losses.at(400, 1) == 5.0 and losses.at(80, 2) == pytest.approx(5.41)
+    between = losses.at((160 * 240) ** 0.5, 1)
+    assert between == pytest.approx((losses.at(160, 1) + losses.at(240, 1)) / 2)
+    with pytest.raises(ConfigError, match="no dense run is as short as 79 steps"):
+        losses.at(79, 1)
+
+
+def test_a_run_is_compared_with_dense_runs_of_its_own_seeds() -> None:
+    dense = DenseLosses(lengths_of_dense(), dense="dense_bf16", shorter=SHORTER_GROUPS)
+    gaps = dense.gaps({1: 5.05, 2: 5.06, 3: 9.0}, 160.0)
+    assert gaps == {1: pytest.approx(-0.1), 2: pytest.approx(-0.1)}
+    assert dense.gaps({1: 5.05}, 560.0) == {1: pytest.approx(0.05)}, "the whole dense run"
+
+
+def test_a_missing_length_of_dense_is_named() -> None:
+    found = [each for each in lengths_of_dense() if each.name != f"{SHORTER_GROUPS}160-seed2"]
+    with pytest.raises(ConfigError, match="no dense run of 160 steps and seed 2"):
+        DenseLosses(found, dense="dense_bf16", shorter=SHORTER_GROUPS)
+    with pytest.raises(ConfigError, match="no finished run of dense_bf16"):
+        DenseLosses([], dense="dense_bf16", shorter=SHORTER_GROUPS)
 
 
 def test_an_entry_is_compared_with_a_dense_run_that_ends_when_it_does() -> None:

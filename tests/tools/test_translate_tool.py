@@ -1,4 +1,4 @@
-"""`tools/translate.py` and the benchmark of translation: a small run learns to translate."""
+"""`tools/translate.py`: a small run learns to translate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.data.translation_data import ENGLISH, GERMAN, write_data
 from tests.ranks import Ranks
 from tests.training.harness import train
 from tools.average_checkpoints import main as average
-from tools.bench.translation import run as bench
 from tools.run_model import CONFIG, PARAM
 from tools.translate import Translator, find_translator, main
 
@@ -189,25 +188,3 @@ def test_data_of_another_run_are_refused(
     assert "not the BPE and dictionaries" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 2
     assert "no config.yaml there" in capsys.readouterr().err
-
-
-def test_the_benchmark_scores_each_checkpoint_once(
-    trained: tuple[PairPaths, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("sacrebleu")
-    monkeypatch.setattr(bench, "AVERAGED", 2)
-    paths, run = trained
-    given = ["--data-path", paths.prefix, "--work", str(run), "--minutes", "0", "--limit", "20"]
-    assert bench.main([*given, "--out", str(tmp_path)]) == 0
-    first = capsys.readouterr().out
-    assert [line for line in first.splitlines() if line.startswith("step ")][-1].startswith(
-        "step 240: BLEU"
-    )
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["80", "160", "240", "mean of steps 160 to 240"]
-    assert rows[0]["tokens"] < rows[1]["tokens"] and rows[2]["valid_perplexity"] > 1
-    assert bench.main(given) == 0
-    assert "step 240: BLEU" not in capsys.readouterr().out

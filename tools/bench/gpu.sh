@@ -3,7 +3,7 @@
 # gradient path and grid over NCCL beside the same ranks on CPUs, kernels beside a copy, then tokens/s
 # and MFU beside a plain compiled PyTorch GPT. Ranks share a GPU where there are too few.
 #   tools/bench/gpu.sh [--smoke] [SECTION...]
-# Sections (all): pipeline tests ranks radius samo linear step124m step355m step2b paths355m.
+# Sections (all): pipeline tests ranks radius samo step124m step355m step2b paths355m.
 # Needs no network and only torch, numpy, safetensors, pyyaml and triton (ranks: mpiexec and mpi4py for
 # one case). Each section ends within four minutes, pipeline and ranks within eight. Results: JSON in
 # $OUT (gpu-bench), a table at the end. --smoke: tiny, CPU if need be.
@@ -19,7 +19,7 @@ sections=()
 for argument in "$@"; do
   if [[ $argument == --smoke ]]; then smoke=(--smoke); else sections+=("$argument"); fi
 done
-known=(pipeline tests ranks radius samo linear step124m step355m step2b paths355m)
+known=(pipeline tests ranks radius samo step124m step355m step2b paths355m)
 if ((!${#sections[@]})); then sections=("${known[@]}"); fi
 mkdir -p "$out"
 
@@ -39,9 +39,6 @@ for name in "${sections[@]}"; do
     tests) section tests "$python" -m tools.bench.gpu.tests "${smoke[@]}" ;;
     radius | samo)
       section "$name" "$python" -m "tools.bench.gpu.${name}_kernels" --out "$out" "${smoke[@]}"
-      ;;
-    linear)
-      section linear "$python" -m tools.bench.sparse_linear.run --out "$out" "${smoke[@]}"
       ;;
     step124m | step355m | step2b | paths355m)
       section "$name" "$python" -m tools.bench.gpu.step "$name" "${options[@]}" "${smoke[@]}"

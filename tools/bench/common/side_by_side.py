@@ -165,14 +165,10 @@ class TimedComparison:
 
 
 def write_report(
-    folder: Path,
-    comparisons: Sequence[TimedComparison],
-    facts: Mapping[str, Any],
-    *,
-    part: str = "",
+    folder: Path, comparisons: Sequence[TimedComparison], facts: Mapping[str, Any]
 ) -> None:
     """Write a page with facts about the machine and every comparison, see `write_page`."""
     values = {"facts": dict(facts), "comparisons": [c.as_json() for c in comparisons]}
     text = "; ".join(f"{name} {value}" for name, value in facts.items()) + "\n\n"
     text += "\n".join(comparison.as_markdown() for comparison in comparisons)
-    write_page(folder, text=text, values=values, part=part)
+    write_page(folder, text=text, values=values)

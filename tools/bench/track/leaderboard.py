@@ -25,7 +25,7 @@ from megatron.errors import ConfigError, DataError, SparsetronError
 from megatron.metrics.log_line import memory_size
 from tools.bench.common.netlab import NO_LIMIT
 from tools.bench.common.page_files import table, write_page
-from tools.bench.time_to_loss.iso_time import DenseLosses
+from tools.bench.track.iso_time import DenseLosses
 from tools.bench.track.rules import check_entries, start_of, wire_of
 from tools.bench.track.step_times import FILE, TIER, StepTime, before_name, read_times
 from tools.studies.commands import Commands

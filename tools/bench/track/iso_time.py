@@ -1,49 +1,16 @@
-"""A path's loss less that of a dense run of the same time, from losses and seconds of a step.
+"""Losses of dense runs of any length, to compare a run with a dense run of the same time.
 
-Both runs are whole: the learning rate of each has reached its lowest at its end. A dense run of any
+All runs are whole: the learning rate of each has reached its lowest at its end. A dense run of any
 length is interpolated between runs of a few lengths, linearly in the logarithm of the steps.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from megatron.errors import ConfigError
 from tools.studies.rows import StudyRow
-from tools.studies.statistics import is_beyond, standard_error
-
-
-@dataclass(frozen=True, kw_only=True)
-class IsoTime:
-    """A path beside a dense run that ends when the path's run does.
-
-    `step` is the mean of a step, in seconds, `share` that of a step of dense over a bf16 wire.
-    `length` is the time of the path's run in steps of dense, `dense_steps` the length of the dense
-    run, which is that of the path's run at most, and `dense_loss` its loss on the same seeds.
-    `difference` is the mean over seeds of the path's validation loss less the dense run's, and
-    `error` its standard error, None with one seed.
-    """
-
-    group: str
-    seeds: tuple[int, ...]
-    step: float
-    share: float
-    length: float
-    dense_steps: float
-    loss: float
-    dense_loss: float
-    difference: float
-    error: float | None
-
-    @property
-    def verdict(self) -> str:
-        """Whether the path pays: at the level of 5 %."""
-        if self.error is None or not is_beyond(self.difference, self.error, seeds=len(self.seeds)):
-            return "not shown"
-        return "pays" if self.difference < 0 else "does not pay"
 
 
 class DenseLosses:
@@ -82,10 +49,6 @@ class DenseLosses:
         """Seeds of whole runs."""
         return set(self._losses[self.steps])
 
-    def mean(self, steps: int) -> float:
-        """Return the mean loss of the runs of a length."""
-        return statistics.fmean(self._losses[steps].values())
-
     def at(self, steps: float, seed: int) -> float:
         """Return the loss of a dense run of this length.
 
@@ -110,37 +73,3 @@ class DenseLosses:
         steps = min(float(self.steps), length)
         seeds = sorted(losses.keys() & self.seeds)
         return {seed: losses[seed] - self.at(steps, seed) for seed in seeds}
-
-
-def compare(
-    group: str,
-    losses: Mapping[int, float],
-    dense: DenseLosses,
-    *,
-    before: int,
-    step: float,
-    dense_step: float,
-) -> IsoTime:
-    """Compare a path with dense over a bf16 wire, given the seconds of a step of both.
-
-    `losses` are the path's by seed; its first `before` steps are dense. A path whose run takes
-    longer than the dense one is compared with the whole dense run.
-    """
-    length = before + (dense.steps - before) * step / dense_step
-    gaps = dense.gaps(losses, length)
-    if not gaps:
-        raise ConfigError(f"--results: {group} and dense have no seed in common")
-    loss = statistics.fmean(losses[seed] for seed in gaps)
-    difference = statistics.fmean(gaps.values())
-    return IsoTime(
-        group=group,
-        seeds=tuple(gaps),
-        step=step,
-        share=step / dense_step,
-        length=length,
-        dense_steps=min(float(dense.steps), length),
-        loss=loss,
-        dense_loss=loss - difference,
-        difference=difference,
-        error=standard_error(list(gaps.values())) if len(gaps) > 1 else None,
-    )
