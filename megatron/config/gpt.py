@@ -439,7 +439,7 @@ class GPTConfig(Config):
             yield f"recomputation: {told}"
 
 
-SECTIONS: dict[str, type] = GPTConfig.section_types()
+SECTIONS: Mapping[str, type] = GPTConfig.section_types()
 """The sections of a GPT run, in the order of files and help."""
 
 SPECS: Mapping[str, FieldSpec] = GPTConfig.specs()

@@ -1074,7 +1074,8 @@ class Config:
     # ---- the sections ----------------------------------------------------------------------------
 
     @classmethod
-    def section_types(cls) -> dict[str, type]:
+    @cache
+    def section_types(cls) -> Mapping[str, type]:
         """Return the fixed sections, in the order of files and help."""
         hints = get_type_hints(cls)
         names = [f.name for f in dataclasses.fields(cls) if f.name not in _NOT_SECTIONS]

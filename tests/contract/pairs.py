@@ -64,13 +64,24 @@ class Row(NamedTuple):
 
 
 def cases(
-    which: Callable[[PathCase, int], bool] = lambda case, world: True,
+    which: Callable[[PathCase, int], bool] = lambda case, world: True, *, four: bool = False
 ) -> pytest.MarkDecorator:
     """Return the mark of a test that runs for the rows of the table that `which` accepts.
 
-    A test without the parameter `world` runs once for each case of these rows.
+    A test without the parameter `world` runs once for each case of these rows. A test with this
+    parameter runs on four ranks, which take three times as long as two, with `--all`, with `four`,
+    or where two are too few for a case.
     """
-    return pytest.mark.cases(which=which)
+    return pytest.mark.cases(which=which, four=four)
+
+
+def choices(*values: object) -> pytest.MarkDecorator:
+    """Return the mark of a test with `cases` whose own parameter has these values.
+
+    As the parameter `choices`, the test gets all values that its row is tested with, so that it
+    computes only once what each of them is compared with.
+    """
+    return pytest.mark.parametrize("choices", [values], ids=["choices"], indirect=True)
 
 
 def refusals(case: PathCase) -> dict[int, str]:
@@ -78,8 +89,13 @@ def refusals(case: PathCase) -> dict[int, str]:
 
     Legal numbers of ranks are left out.
     """
+    return _refusals(tuple(_flags(case)))
+
+
+@cache
+def _refusals(flags: tuple[str, ...]) -> dict[int, str]:
     try:
-        config = parse(_flags(case), paths=GRADIENT_PATHS)
+        config = parse(flags, paths=GRADIENT_PATHS)
     except ConfigError as error:
         return dict.fromkeys(WORLDS, str(error))
     found = dict[int, str]()
@@ -145,25 +161,40 @@ def lines() -> tuple[Row, ...]:
 
 
 @cache
-def table() -> tuple[Row, ...]:
-    """Return legal rows that have every legal pair of values, with `lines` among them."""
-    legal = product()
+def table(*, four: bool = True) -> tuple[Row, ...]:
+    """Return legal rows that have every legal pair of values, with `lines` among them.
+
+    Without `four`, only cases for which two ranks are too few have rows of four ranks, and the
+    pairs are those of the remaining rows.
+    """
+    on_two = {row.values[:3] for row in product() if row.world == 2}
+    legal = [r for r in product() if four or r.world < 4 or r.values[:3] not in on_two]
     numbers = {row.values: number for number, row in enumerate(legal)}
-    chosen = covering([row.pairs for row in legal], [numbers[row.values] for row in lines()])
-    return tuple(legal[number] for number in sorted(chosen))
+    first = [numbers[row.values] for row in lines() if row.values in numbers]
+    return tuple(legal[number] for number in sorted(covering([r.pairs for r in legal], first)))
 
 
 def in_turns(choices: Mapping[Values, Sequence[T]]) -> Iterator[T]:
-    """Yield the choices of a law's own parameters for each row, which is given by its values.
+    """Yield the choices of a law's own parameters for each row, which is given by its values."""
+    for number, (values, found) in enumerate(choices.items()):
+        yield from turn(number, values, found)
+
+
+def turn(number: int, values: Values, choices: Sequence[T]) -> Sequence[T]:
+    """Return the choices of a law's own parameters for one of its rows, given by its values.
 
     They are a factor as well: a path without other settings has all of them on two ranks, every
-    other row has one, in turns, so that each choice is tested beside many values of the four
-    factors. The number of ranks is 0 for a law that runs once for each case.
+    other row has one, in turns by the number of the row, so that each choice is tested beside many
+    values of the four factors. The number of ranks is 0 for a law that runs once for each case.
     """
+    return choices if values in _complete() else [choices[number % len(choices)]]
+
+
+@cache
+def _complete() -> frozenset[Values]:
+    """The values of the rows that have all choices of a law's own parameters."""
     plain = [row.values for row in lines() if row.case.is_plain and row.world == 2]
-    complete = {values for first in plain for values in (first, (*first[:3], 0))}
-    for number, (values, found) in enumerate(choices.items()):
-        yield from found if values in complete else [found[number % len(found)]]
+    return frozenset(values for first in plain for values in (first, (*first[:3], 0)))
 
 
 def covering(rows: Sequence[Collection[Any]], first: Iterable[int] = ()) -> set[int]:

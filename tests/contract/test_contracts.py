@@ -7,6 +7,7 @@ those of `tests.contract.pairs`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from tests.contract.harness import (
     gradients,
     same,
 )
-from tests.contract.pairs import cases
+from tests.contract.pairs import cases, choices
 from tests.ranks import Ranks
 
 
@@ -72,6 +73,7 @@ class HidingReducer(SpyReducer):
 every_case = cases()
 every_shared_case = cases(lambda case, world: not case.local)
 """Cases whose ranks have equal weights and skip steps together."""
+every_shared_case_on_four_too = cases(lambda case, world: not case.local, four=True)
 every_case_on_two_ranks = cases(lambda case, world: world > 1 and case.inner == 1)
 """Cases of several ranks, for a test of a fixed number of ranks. Two are no inner groups of two."""
 
@@ -157,7 +159,7 @@ def sent_as(case: PathCase, name: str) -> torch.dtype:
     return torch.bfloat16 if is_rounded else torch.float32
 
 
-@every_shared_case
+@every_shared_case_on_four_too
 @pytest.mark.parametrize(
     ("scale", "dtype"),
     [
@@ -305,12 +307,37 @@ def test_4_one_rank_that_wants_to_leave_is_heard_by_all(
 
 BAD_BEFORE = (3, 5, 7)
 """Number of good steps before each bad one, with and without a resample at interval 4."""
+BAD = [
+    (value, name)
+    for name in ("first.weight", "norm.weight", TIED)
+    for value in (math.nan, math.inf)
+]
 
 
-def on_rank_bad_step(
-    groups: ProcessGroups, case: PathCase, bad_rank: int, bad_value: float, name: str
-) -> dict:
-    toy, other = Toy(groups, case), Toy(groups, case)
+def on_rank_bad_steps(
+    groups: ProcessGroups, case: PathCase, bad_rank: int, choices: Sequence[tuple[float, str]]
+) -> dict[str, dict[str, list]]:
+    """Return for each bad value in a parameter what bad steps change in a run."""
+    other = Toy(groups, case)
+    for number in range(9):
+        other.step([gradients(number, groups.dp.rank)])
+    wanted = other.state()
+    return {
+        f"{value} in {name}": _bad_steps(groups, case, bad_rank, value, name, wanted)
+        for value, name in choices
+    }
+
+
+def _bad_steps(
+    groups: ProcessGroups,
+    case: PathCase,
+    bad_rank: int,
+    bad_value: float,
+    name: str,
+    wanted: dict[str, torch.Tensor],
+) -> dict[str, list]:
+    """Compare a run with bad steps with the state after the same steps without them."""
+    toy = Toy(groups, case)
     found: dict[str, list] = {"ok": [], "changed": []}
     for number in range(9):
         if number in BAD_BEFORE:
@@ -323,21 +350,19 @@ def on_rank_bad_step(
             found["ok"].append(toy.step([poisoned]).ok)
             found["changed"] += same(before, toy.state())
         found["ok"].append(toy.step([gradients(number, groups.dp.rank)]).ok)
-        # The same steps without the bad steps in between.
-        other.step([gradients(number, groups.dp.rank)])
-    return found | {"after": same(toy.state(), other.state())}
+    return found | {"after": same(toy.state(), wanted)}
 
 
 @every_shared_case
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["first.weight", "norm.weight", TIED])
+@choices(*BAD)
 def test_4_a_non_finite_gradient_on_one_rank_changes_nothing_on_any(
-    ranks: Ranks, case: PathCase, world: int, bad: float, name: str
+    ranks: Ranks, case: PathCase, world: int, choices: Sequence[tuple[float, str]]
 ) -> None:
-    for found in ranks.run(world, on_rank_bad_step, case, world - 1, bad, name):
-        good = [[False, True] if number in BAD_BEFORE else [True] for number in range(9)]
-        assert found["ok"] == sum(good, [])
-        assert found["changed"] == found["after"] == []
+    good = [[False, True] if number in BAD_BEFORE else [True] for number in range(9)]
+    skipped = {"ok": sum(good, []), "changed": [], "after": []}
+    expected = {f"{value} in {name}": skipped for value, name in choices}
+    for found in ranks.run(world, on_rank_bad_steps, case, world - 1, choices):
+        assert found == expected
 
 
 def on_rank_hidden(groups: ProcessGroups, case: PathCase, value: float) -> tuple[bool, list[str]]:
@@ -504,7 +529,7 @@ def on_rank_overlap(groups: ProcessGroups, case: PathCase, overlap: bool) -> dic
     return toy.state()
 
 
-@every_case
+@cases(four=True)
 def test_9_overlap_changes_no_bit(ranks: Ranks, case: PathCase, world: int) -> None:
     overlapped = ranks.run(world, on_rank_overlap, case, True)
     at_the_end = ranks.run(world, on_rank_overlap, case, False)
@@ -519,7 +544,7 @@ def on_rank_equal_state(groups: ProcessGroups, case: PathCase, dtype: torch.dtyp
     return {k: v for k, v in toy.state().items() if not k.startswith("reducer/")}
 
 
-@cases(lambda case, world: world > 1 and not case.local)
+@cases(lambda case, world: world > 1 and not case.local, four=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_2_replicas_stay_bit_equal(
     ranks: Ranks, case: PathCase, dtype: torch.dtype, world: int
@@ -532,32 +557,40 @@ def test_2_replicas_stay_bit_equal(
 # ---- 10: state goes out and comes back ----------------------------------------------------------
 
 
-def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[str]:
-    through = Toy(groups, case)
-    for number in range(12):
-        through.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
-    first = Toy(groups, case)
-    for number in range(left_at):
-        first.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
-    saved = {(k, n): t.clone() for k, n, t in first.optimizer.tensors()}
-    carried, shared = first.own(), first.shared()
-    second = Toy(groups, case, saved=SavedToy(first))
-    for kind, name, tensor in second.optimizer.tensors():
-        tensor.copy_(saved[kind, name])
-    second.optimizer.applied = first.optimizer.applied
-    second.optimizer.finish_load()
-    second.engine.load_state_tensors(carried, shared)
-    for number in range(left_at, 12):
-        second.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
-    return same(through.state(), second.state())
+def on_rank_resume(
+    groups: ProcessGroups, case: PathCase, places: Sequence[int]
+) -> dict[int, list[str]]:
+    """Return for each number of steps the names that differ at the end after a resume there."""
+
+    def train(toy: Toy, start: int, stop: int) -> Toy:
+        for number in range(start, stop):
+            toy.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
+        return toy
+
+    # A run of its own: saving could change the run that is saved.
+    through = train(Toy(groups, case), 0, 12).state()
+    first, at, found = Toy(groups, case), 0, {}
+    for left_at in places:
+        train(first, at, left_at)
+        at = left_at
+        second = Toy(groups, case, saved=SavedToy(first))
+        saved = {(kind, name): tensor for kind, name, tensor in first.optimizer.tensors()}
+        for kind, name, tensor in second.optimizer.tensors():
+            tensor.copy_(saved[kind, name])
+        second.optimizer.applied = first.optimizer.applied
+        second.optimizer.finish_load()
+        second.engine.load_state_tensors(first.own(), first.shared())
+        found[left_at] = same(through, train(second, left_at, 12).state())
+    return found
 
 
-@every_shared_case
-@pytest.mark.parametrize("left_at", range(1, 12, 2))
+@every_shared_case_on_four_too
+@choices(*range(1, 12, 2))
 def test_10_saved_and_resumed_equals_uninterrupted(
-    ranks: Ranks, case: PathCase, world: int, left_at: int
+    ranks: Ranks, case: PathCase, world: int, choices: Sequence[int]
 ) -> None:
-    assert ranks.run(world, on_rank_resume, case, left_at) == [[]] * world
+    found = ranks.run(world, on_rank_resume, case, choices)
+    assert found == [{left_at: [] for left_at in choices}] * world
 
 
 # ---- 11: the trajectory does not depend on the number of ranks ----------------------------------
@@ -573,6 +606,7 @@ def on_rank_trajectory(groups: ProcessGroups, case: PathCase) -> dict[str, torch
     return {info.name: info.param.detach().clone() for info in toy.infos}
 
 
+@pytest.mark.push
 @cases(lambda case, world: case.linear)
 def test_11_data_parallel_size_changes_rounding_only(ranks: Ranks, case: PathCase) -> None:
     alone, two, four = (ranks.run(world, on_rank_trajectory, case)[0] for world in WORLDS)

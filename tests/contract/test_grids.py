@@ -30,6 +30,8 @@ from tests.contract.grid import (
 from tests.contract.harness import DEMO, LOWRANK, SHORT, PathCase
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.push
+
 STEPS = 14
 """With an interval of 4: dense up to step 4, then more than two intervals."""
 MATRICES = sum(len(shape) > 1 for shape in SHAPES.values())

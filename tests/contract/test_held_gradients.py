@@ -13,6 +13,8 @@ from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import PATHS, SHAPES, PathCase, Toy, case_id, gradients, same
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.push
+
 STEPS, MICROBATCHES = 4, 3
 FP32, BF16 = (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)
 CAST = (torch.bfloat16, torch.float32)

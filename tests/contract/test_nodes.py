@@ -112,6 +112,7 @@ def test_shards_select_send_and_keep_what_whole_gradients_would(
         assert same(whole, shards) == []
 
 
+@pytest.mark.push
 def test_no_bound_of_one_rank_holds_for_sums_between_nodes() -> None:
     inner, outer = Exchange(Group((0, 1), 0)), Exchange(Group((0, 2), 0))
     assert AllReduceReducer(inner).overflow_bound == 1.0
@@ -132,5 +133,6 @@ def on_rank_limit(groups: ProcessGroups) -> list[str]:
     return same(*(toy.state() for toy in toys))
 
 
+@pytest.mark.push
 def test_9_density_1_is_dense_with_the_same_nodes(ranks: Ranks) -> None:
     assert ranks.run(4, on_rank_limit) == [[]] * 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
+
 from tests.contract.harness import PATHS, WORLDS, PathCase, case_id
 from tests.contract.pairs import Row, combined, covering, in_turns, lines, product, refusals, table
 
@@ -23,14 +25,23 @@ def test_a_covering_has_every_item_and_little_else() -> None:
     assert covering([{1}, {1}]) == {0}, "the first of those with equally many"
 
 
-def test_every_legal_pair_of_values_is_in_the_table() -> None:
-    """A wire, or states that are sharded, have to be in a row of several ranks."""
-    legal, chosen = ([row.values for row in rows] for rows in (product(), table()))
+@pytest.mark.parametrize("four", [True, False])
+def test_every_legal_pair_of_values_is_in_the_table(four: bool) -> None:
+    """A wire, or states that are sharded, have to be in a row of several ranks.
+
+    The table without four ranks leaves out pairs with this number of ranks, and no others.
+    """
+    legal, chosen = ([row.values for row in rows] for rows in (product(), table(four=four)))
     assert {*chosen} <= {*legal} and len({*chosen}) == len(chosen)
     for one, other in combinations(range(4), 2):
-        least = 1 if other == 3 else 2
-        pairs = {(row[one], row[other]) for row in legal if row[3] >= least}
-        assert pairs == {(row[one], row[other]) for row in chosen if row[3] >= least}
+        worlds = (2, 4) if other < 3 else (1, 2, 4) if four else (1, 2)
+        pairs = {(row[one], row[other]) for row in legal if row[3] in worlds}
+        assert pairs == {(row[one], row[other]) for row in chosen if row[3] in worlds}
+
+
+def test_without_need_four_ranks_are_left_out() -> None:
+    four = [row.case for row in table(four=False) if row.world == 4]
+    assert four and all(2 in refusals(case) for case in four)
 
 
 def test_every_path_and_its_options_run_on_every_number_of_ranks() -> None:
@@ -40,8 +51,9 @@ def test_every_path_and_its_options_run_on_every_number_of_ranks() -> None:
     assert {(path, None, "whole", world) for path in paths for world in WORLDS} <= chosen
 
 
-def test_every_line_is_in_the_table_on_several_ranks() -> None:
-    chosen = {row.values[:3] for row in table() if row.world > 1}
+@pytest.mark.parametrize("four", [True, False])
+def test_every_line_is_in_the_table_on_several_ranks(four: bool) -> None:
+    chosen = {row.values[:3] for row in table(four=four) if row.world > 1}
     assert {Row(line, 2).values[:3] for line in PATHS} <= chosen
 
 

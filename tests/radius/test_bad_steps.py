@@ -34,8 +34,20 @@ def on_rank_poisoned(groups: ProcessGroups, case: PathCase, name: str) -> list[l
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-@pytest.mark.parametrize("world", [1, 2, 4])
+# Contract 4 skips some steps of every case. Fewer than four ranks have no inner groups of two.
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        pytest.param(
+            case,
+            world,
+            id=f"{case_id(case)}-{world}",
+            marks=[pytest.mark.full] * (case is not CASES[0] and world != 2 * case.inner),
+        )
+        for case in CASES
+        for world in (1, 2, 4)
+    ],
+)
 def test_a_nan_leaves_residual_and_index_alone_at_every_position(
     ranks: Ranks, case: PathCase, world: int
 ) -> None:

@@ -27,6 +27,8 @@ from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 from tests.training.test_resume import differing
 
+pytestmark = pytest.mark.push
+
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
@@ -197,11 +199,8 @@ STARTING_LATE = [
 
 
 @pytest.mark.parametrize("case", STARTING_LATE, ids=lambda case: case.name)
-@pytest.mark.parametrize("left_at", [3, 4, 5])
-def test_resumed_around_the_first_compressed_step(
-    ranks: Ranks, case: PathCase, left_at: int
-) -> None:
-    assert ranks.run(2, on_rank_resume, case, left_at) == [[], []]
+def test_resumed_around_the_first_compressed_step(ranks: Ranks, case: PathCase) -> None:
+    assert ranks.run(2, on_rank_resume, case, (3, 4, 5)) == [{3: [], 4: [], 5: []}] * 2
 
 
 FLAGS = {
@@ -214,8 +213,18 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16 --grad-reduce-in-bf16", "--fp16"])
-@pytest.mark.parametrize("path", FLAGS)
+PRECISIONS = ["", "--bf16 --grad-reduce-in-bf16", "--fp16"]
+
+
+# Each path has one precision on every push, in turns.
+@pytest.mark.parametrize(
+    ("path", "precision"),
+    [
+        pytest.param(path, precision, marks=[pytest.mark.full] * ((turn - number) % 3 != 0))
+        for number, path in enumerate(FLAGS)
+        for turn, precision in enumerate(PRECISIONS)
+    ],
+)
 def test_a_run_that_is_left_and_resumed_is_the_one_that_was_not(
     ranks: Ranks, path: str, precision: str, tmp_path: Path
 ) -> None:

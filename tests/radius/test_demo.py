@@ -26,6 +26,8 @@ from tests.planner.shapes import rank_of
 from tests.radius.functional_ranks import bucket_of, equals_dense, fill, infos_of, mean_of, random
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.push
+
 SHAPES = {"first": (13, 7), "second": (5, 40), "third": (6, 2, 4), "row": (1, 3)}
 OPTIONS = DeMoConfig(demo_chunk=6, demo_k=3, demo_decay=0.9, demo_sign=False)
 ALONE = Group((0,), 0)
@@ -235,9 +237,18 @@ def on_rank_weights(groups: ProcessGroups, steps: int) -> list[dict[str, torch.T
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_weights_are_bit_equal_on_all_ranks_after_1000_steps(ranks: Ranks, world: int) -> None:
-    first, *others = ranks.run(world, on_rank_weights, 1000)
+@pytest.mark.parametrize(
+    ("world", "steps"),
+    [
+        (4, 300),
+        pytest.param(2, 1000, marks=pytest.mark.full),
+        pytest.param(4, 1000, marks=pytest.mark.full),
+    ],
+)
+def test_weights_are_bit_equal_on_all_ranks_after_many_steps(
+    ranks: Ranks, world: int, steps: int
+) -> None:
+    first, *others = ranks.run(world, on_rank_weights, steps)
     assert len(others) == world - 1
     for name, last in first[-1].items():
         for other in others:
