@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
+import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests import tiers
+from tests.budget import DURATIONS, Meter
 from tests.mpi_ranks import MPIJob
 from tests.ranks import Ranks
 
@@ -28,11 +26,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Run the contract tests for every legal combination of path, wire, place of the "
         "optimizer states and number of ranks, not for a pairwise table of them.",
     )
+    parser.addoption(
+        "--cpu-seconds",
+        type=Path,
+        metavar="FILE",
+        help="Write the CPU seconds of each file of tests to FILE (tests/budget.py).",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (file := config.getoption("--cpu-seconds")) is not None:
+        config.pluginmanager.register(Meter(file))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    tiers.mark(items, config)
+    """Leave most cases of a law to `--push`; workers of xdist take the longest files first.
+
+    A worker that begins a long file last would keep all others waiting.
+    """
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        is_variant = getattr(params.get("case"), "is_variant", False)
+        if params.get("world", 2) != 2 or is_variant:
+            item.add_marker("push")
+    if hasattr(config, "workerinput") and DURATIONS.exists():
+        files = json.loads(DURATIONS.read_text())["files"]
+        items.sort(key=lambda item: -files.get(file_of(item), [0.0])[0])
+
+
+def file_of(item: pytest.Item) -> str:
+    """Return the path of a test's file below the repository."""
+    return item.nodeid.partition("::")[0]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -50,36 +75,6 @@ def seeded() -> None:
     """Seed torch before each test, unless nothing has imported torch."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def kind_is_right(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Fail a test that is marked `unit` but starts a Python process.
-
-    On a GPU, Triton starts a compiler whose paths may hold "python".
-    """
-    marks = {mark.name for mark in request.node.iter_markers()}
-    if "unit" not in marks or "gpu" in marks:
-        yield
-        return
-    started = []
-    popen, start = subprocess.Popen.__init__, multiprocessing.process.BaseProcess.start
-
-    def noted(self: Any, args: Any, *rest: Any, **more: Any) -> None:
-        words = [args] if isinstance(args, str | os.PathLike) else args
-        started.extend(str(word) for word in words if "python" in Path(word).name)
-        popen(self, args, *rest, **more)
-
-    def noted_start(self: Any) -> None:
-        started.append(str(self))
-        start(self)
-
-    monkeypatch.setattr(subprocess.Popen, "__init__", noted)
-    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", noted_start)
-    yield
-    assert not started, f"starts {started[0]}: name the test in BY_THE_PROGRAM of tests/tiers.py"
 
 
 @pytest.fixture(scope="session")

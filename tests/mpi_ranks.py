@@ -16,10 +16,10 @@ import threading
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
+from tests.limits import LIMIT
 from tests.ranks import Pool, serve
 
 REPO = Path(__file__).resolve().parent.parent
-START_SECONDS = 180.0
 
 
 class MPIJob(Pool):
@@ -41,7 +41,7 @@ class MPIJob(Pool):
                 stderr=subprocess.STDOUT,
             )
             # Nobody dials where the job cannot start: then its end is what ends the waiting.
-            over = threading.Timer(START_SECONDS, self._job.kill)
+            over = threading.Timer(LIMIT, self._job.kill)
             over.start()
             threading.Thread(target=self._dial_when_over, args=(address,), daemon=True).start()
             try:

@@ -24,12 +24,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.limits import LIMIT
+
 if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
+
     import torch
 
     from megatron.parallel.groups import ProcessGroups
 
-TIMEOUT_SECONDS = 180.0
 MOST_THREADS = 60
 """Maximum number of threads of a rank between two test files; each group has three."""
 
@@ -84,8 +87,8 @@ class Pool(ABC):
             pipe.send_bytes(call)
         replies: list[tuple[bool, Any]] = []
         for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(TIMEOUT_SECONDS):
-                raise TimeoutError(f"rank {rank} did not answer in {TIMEOUT_SECONDS} s")
+            if not pipe.poll(LIMIT):
+                raise TimeoutError(f"rank {rank} did not answer in {LIMIT} s")
             replies.append(pickle.loads(pipe.recv_bytes()))
         failures = [f"rank {i}:\n{text}" for i, (good, text) in enumerate(replies) if not good]
         if failures:
@@ -108,7 +111,14 @@ PRELOADED = [
     "safetensors.torch", "pretrain_gpt", "megatron.training", "megatron.model.gpt",
     "megatron.checkpoint.checkpointer",
 ]  # fmt: skip
-"""Modules that ranks find imported. None of them starts a thread, which a fork would lack."""
+"""Modules that forks find imported. None of them starts a thread, which a fork would lack."""
+
+
+def fork_server() -> ForkServerContext:
+    """Return the context whose processes are forks of one that has imported `PRELOADED`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class Spawned(Pool):
@@ -120,9 +130,7 @@ class Spawned(Pool):
 
     def __init__(self, world: int, *, life: Callable[..., None] | None = None) -> None:
         super().__init__()
-        fork = multiprocessing.get_context("forkserver")
-        fork.set_forkserver_preload(PRELOADED)
-        context = multiprocessing.get_context("spawn") if life else fork
+        context = multiprocessing.get_context("spawn") if life else fork_server()
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.triton_process import needs_triton, run_module
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.full]
 
 
 def test_every_kernel_compiles_as_it_is_launched(

@@ -186,6 +186,7 @@ def test_an_mpi_for_one_thread_is_refused() -> None:
         launch_module.check_threads(1, 2, "SomeMPI 1.0\nmore")
 
 
+@pytest.mark.push
 def test_a_missing_mpi4py_names_its_extra() -> None:
     """The error is the same where mpi4py is installed but finds no library."""
     code = (
@@ -241,6 +242,7 @@ def test_cuda_gets_the_variables_of_the_grid(
     assert environ == after == job_environment(environ)
 
 
+@pytest.mark.push
 def test_a_rank_sets_them_before_torch_or_mpi_is_there() -> None:
     """Either library may load CUDA, which reads its variables once."""
     code = """if True:
@@ -369,6 +371,7 @@ def test_a_rank_has_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) 
     assert found == [3, 2]
 
 
+@pytest.mark.push
 def test_finding_the_rank_needs_no_torch() -> None:
     code = "import sys; from megatron.launch import detect_launch; detect_launch(); "
     code += "print('torch' in sys.modules)"

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
+from tests.limits import LIMIT
 from tools.bench.common.netlab import find_mpiexec
+
+pytestmark = pytest.mark.push
 
 PROGRAM = """
 import sys, time
@@ -32,7 +35,7 @@ import sys
 from pathlib import Path
 from megatron.launch import detect_launch, leave_mpi, with_master
 
-launch = with_master(detect_launch(), seconds=60)
+launch = with_master(detect_launch(), seconds=300)
 # Lines of ranks that print at the same time may run into each other.
 Path(sys.argv[1], str(launch.rank)).write_text(f"{launch.master_addr} {launch.master_port}")
 leave_mpi(0)
@@ -48,7 +51,7 @@ def mpi(program: str, *arguments: str, **more: str) -> subprocess.CompletedProce
         pytest.skip(str(error))
     env = {name: text for name, text in os.environ.items() if not name.startswith("MASTER_")}
     command = [mpiexec, "-n", "3", sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=LIMIT)
 
 
 @pytest.mark.parametrize(

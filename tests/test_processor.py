@@ -32,6 +32,7 @@ def test_native_products_are_a_part_of_the_description() -> None:
     assert facts["native_products"] == ["fp32", *native]
 
 
+@pytest.mark.push
 def test_a_lower_instruction_set_has_no_16_bit_products() -> None:
     code = (
         "import json; from megatron.processor import describe_processor; "

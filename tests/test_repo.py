@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.limits import LIMIT
+
 REPO = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((REPO / "configs").glob("*.yaml"))
 SITES = sorted((REPO / "scripts" / "site").glob("*.env"))
@@ -101,7 +103,7 @@ def _shell(*command: str | Path, **environment: str) -> subprocess.CompletedProc
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT,
     )
 
 
@@ -329,7 +331,6 @@ def test_launcher_passes_names_with_blanks_and_dollars(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("canary")) and not (REPO / "canary").exists()
 
 
-@pytest.mark.slow
 def test_torchrun_leaves_with_the_code_of_status_json(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -23,6 +23,7 @@ from pretrain_gpt import GRADIENT_PATHS
 from tests.config.helpers import read
 
 
+@pytest.mark.push
 def test_the_commit_is_dirty_if_a_program_differs_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

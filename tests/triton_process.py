@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.limits import LIMIT
+
 REPO = Path(__file__).resolve().parent.parent
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed; dev and gpu extras have it"
@@ -27,7 +29,7 @@ def run_module(module: str, variable: str, *arguments: str) -> str:
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

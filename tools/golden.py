@@ -20,7 +20,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +29,6 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from megatron.launch import free_port  # noqa: E402
 from tools.golden_cases import CASES, GoldenCase  # noqa: E402
 
 RUNS = Path(__file__).with_name("golden_runs.py")
@@ -104,10 +103,9 @@ def record(cases: Sequence[GoldenCase]) -> int:
     return 1 if failed else 0
 
 
-def results(tree: Path, cases: Sequence[GoldenCase]) -> Iterator[Result]:
+def results(tree: Path, cases: Sequence[GoldenCase]) -> Generator[Result]:
     """Run the cases in a tree in one process, and yield each result when its case has ended."""
-    added = [{"flags": case.command_line, "port": free_port()} for case in cases]
-    settings = json.dumps([asdict(case) | more for case, more in zip(cases, added, strict=True)])
+    settings = json.dumps([asdict(case) | {"flags": case.command_line} for case in cases])
     with subprocess.Popen(
         [sys.executable, str(RUNS), str(tree), settings],
         stdin=subprocess.DEVNULL,

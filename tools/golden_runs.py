@@ -15,20 +15,23 @@ import hashlib
 import importlib
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 SECONDS = 300.0
 """Longest time that a run may take, in seconds."""
+PORTS = range(10000, 30000)
+"""Where a port is chosen from, below those that the kernel gives to outgoing connections."""
 PRELOADED = (
     "torch.distributed", "safetensors.torch", "yaml", "megatron.training", "megatron.model.gpt",
     "megatron.checkpoint.checkpointer",
@@ -71,19 +74,31 @@ def run_case(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     run_dir, log = folder / "run", folder / "log"
     argv = [*case["flags"].split(), "--run-dir", str(run_dir)]
-    start = _with_mpi if case["mpi"] else partial(_forked, port=case["port"])
+    start = _with_mpi if case["mpi"] else _forked
     if case["leave_at"] is not None:
         start([*argv, "--exit-interval", str(case["leave_at"])], case["ranks"], log)
     if case["kill_at"] is not None:
         committed = run_dir / "checkpoints" / f"step_{case['kill_at']:08d}"
-        _forked(argv, case["ranks"], log, case["port"], kill_when=committed)
+        _forked(argv, case["ranks"], log, kill_when=committed)
     start(argv, case["ranks"], log)
     return {"name": case["name"], "losses": _losses(run_dir), "tensors": _tensors(run_dir)}
 
 
-def _forked(
-    argv: Sequence[str], ranks: int, log: Path, port: int, *, kill_when: Path | None = None
-) -> None:
+def free_port() -> int:
+    """Return one of `PORTS` that is free; the function of `megatron.launch`, which TREE may lack.
+
+    Raises:
+        Failed: None of a hundred ports drawn from them could be bound.
+    """
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise Failed(f"no free port was found from {PORTS[0]} to {PORTS[-1]}")
+
+
+def _forked(argv: Sequence[str], ranks: int, log: Path, *, kill_when: Path | None = None) -> None:
+    port = free_port()
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}

@@ -140,6 +140,7 @@ def test_missing_text_is_told_before_anything_runs(
     assert "--text-folder" in capsys.readouterr().err and not (tmp_path / "work").exists()
 
 
+@pytest.mark.full
 def test_smoke_compares_four_ranks_of_mpiexec_with_plain_pytorch(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="message-driven stages talk over MPI")
     assert main(["--smoke", "--out", str(tmp_path)]) == 0

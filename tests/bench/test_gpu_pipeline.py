@@ -13,6 +13,7 @@ from tools.bench.gpu import pipeline as gpu_pipeline
 from tools.bench.gpu.pipeline import CASES, QueueCase, main, problem
 
 
+@pytest.mark.full
 def test_two_ranks_get_through_with_the_losses_of_one(tmp_path: Path) -> None:
     alone, pipeline = CASES[:2]
     assert problem(alone, tmp_path / "alone", None, smoke=True) == ""
@@ -22,11 +23,13 @@ def test_two_ranks_get_through_with_the_losses_of_one(tmp_path: Path) -> None:
     assert "first differing step" in problem(other, tmp_path / "other", first, smoke=True)
 
 
+@pytest.mark.push
 def test_a_run_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = problem(QueueCase("wrong", 1, "--num-layers 0"), tmp_path / "run", None, smoke=True)
     assert found == "failed with exit codes [2]" and "--num-layers" in capsys.readouterr().err
 
 
+@pytest.mark.push
 def test_a_run_that_stands_still_is_ended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

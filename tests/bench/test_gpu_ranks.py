@@ -17,6 +17,7 @@ from tools.bench.gpu import ranks as gpu_ranks
 from tools.bench.gpu.ranks import CASES, RanksCase, judge, main, run
 
 
+@pytest.mark.full
 def test_two_ranks_learn_as_on_cpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Over gloo on both sides, where every last bit is the same."""
     assert main(["tensors", "--smoke", "--out", str(tmp_path)]) == 0
@@ -34,12 +35,14 @@ def test_differences_and_losses_that_are_no_numbers_are_wrong() -> None:
     assert not judge([math.nan, 4.0], [math.nan, 4.0], 2e-3)["right"]
 
 
+@pytest.mark.push
 def test_a_run_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(RanksCase(1, "--num-layers 0"), tmp_path / "run", smoke=True)
     assert not found["right"] and found["verdict"] == "gpu: exit codes [2]"
     assert "--num-layers" in capsys.readouterr().err
 
 
+@pytest.mark.push
 def test_a_run_that_stands_still_is_ended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -51,6 +54,7 @@ def test_a_run_that_stands_still_is_ended(
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 4
 
 
+@pytest.mark.push
 def test_a_program_that_is_not_there_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +84,7 @@ def test_ranks_that_share_gpus_claim_hosts_of_their_own() -> None:
     assert not any("NCCL_HOSTID" in one for one in apart)
 
 
+@pytest.mark.push
 def test_a_shell_gives_the_ranks_of_mpiexec_hosts_and_gpus() -> None:
     told = subprocess.run(
         ["sh", "-c", launching._as_a_host(["2", "5"]), "sh", "env"],

@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 from tools.bench.gpu.step import OURS, PATHS, SMOKE, measure, table
@@ -42,6 +43,7 @@ def test_gradient_paths_are_compared_with_dense_gradients(tmp_path: Path) -> Non
     assert all(f"| paths355m | {name} |" in table(tmp_path) for name in PATHS)
 
 
+@pytest.mark.push
 def test_script_refuses_an_unknown_section(tmp_path: Path) -> None:
     done = subprocess.run(
         [REPO / "tools" / "bench" / "gpu.sh", "nonsense"],

@@ -28,6 +28,8 @@ from tools.bench.gradient_path.report import as_markdown, memory_as_markdown, pl
 from tools.bench.gradient_path.rows import GradientPathTable, table
 from tools.bench.gradient_path.targets import targets
 
+pytestmark = pytest.mark.push
+
 
 def test_ring_collectives_cost_what_equations_3_and_4_say() -> None:
     link = AlphaBetaLink(alpha=0.5, beta=2.0, ranks=4)
@@ -357,7 +359,7 @@ def test_cost_is_judged_by_dense_steps() -> None:
     assert resample.met and "0.0050" in resample.text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_tool_measures_prints_and_writes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -381,7 +383,7 @@ def test_the_tool_measures_prints_and_writes(
     assert "real computing, 2 ranks, no limit" in capfd.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_cost_of_a_sparse_step_is_measured(tmp_path: Path) -> None:
     flags = ["--cost", "--smoke", "--dtype", "bf16", "--rounds", "3", "--out", str(tmp_path)]
     assert gradient_path.main(flags) == 0

@@ -68,6 +68,7 @@ def test_the_page_names_the_best_epoch_and_how_far_a_run_is() -> None:
     assert by_epoch([]) == "No epoch has ended yet.\n"
 
 
+@pytest.mark.full
 def test_runs_are_started_once_and_make_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ def test_pictures_show_both_contenders_in_the_round_of_the_median_ratio() -> Non
 # ------------------------------------------------------------------------------ with MPI
 
 
+@pytest.mark.full
 def test_smoke_trains_alike_measures_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="message-driven stages talk over MPI")
     assert main(["--smoke", "--out", str(tmp_path)]) == 0
@@ -156,6 +157,7 @@ def test_smoke_trains_alike_measures_and_draws(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == page
 
 
+@pytest.mark.push
 def test_ranks_of_mpiexec_meet_over_the_links_of_their_namespaces(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     if os.geteuid() != 0:
@@ -177,6 +179,7 @@ def test_ranks_of_mpiexec_meet_over_the_links_of_their_namespaces(tmp_path: Path
     assert 1 << 20 < sent[0]["bytes"] < 1.2 * (1 << 20) and sent[1]["bytes"] < 1 << 18
 
 
+@pytest.mark.push
 def test_a_rank_that_fails_ends_mpiexec_and_its_namespaces(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     if os.geteuid() != 0:
@@ -202,6 +205,7 @@ def test_a_rank_that_fails_ends_mpiexec_and_its_namespaces(tmp_path: Path) -> No
     assert f"netlab-{process.pid}-" not in names.stdout
 
 
+@pytest.mark.push
 def test_mpiexec_must_be_a_program() -> None:
     command = [str(SCRIPT), "--mpiexec", f"{sys.executable}-not", "true"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)

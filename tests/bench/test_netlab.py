@@ -15,6 +15,8 @@ import pytest
 
 from tools.bench.common.netlab import SCRIPT, InterfaceCounters, Network, why_not
 
+pytestmark = pytest.mark.push
+
 ALL_REDUCE = """
 import sys, time
 import torch, torch.distributed as dist

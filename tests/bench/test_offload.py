@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from tools.bench.offload.run import main
 
+pytestmark = pytest.mark.push
 
+
+@pytest.mark.full
 def test_smoke_writes_both_tables(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     flags = ["--smoke", "--rounds", "2", "--coarsening", "1", "4", "--out", str(tmp_path)]

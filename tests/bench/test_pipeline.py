@@ -10,6 +10,7 @@ import pytest
 from tools.bench.pipeline.run import main
 
 
+@pytest.mark.full
 def test_smoke_writes_what_each_schedule_takes(tmp_path: Path) -> None:
     flags = ["--smoke", "--stages", "2", "--chunks", "1", "2", "--microbatches", "2", "4"]
     assert main([*flags, "--rounds", "1", "--out", str(tmp_path)]) == 0

@@ -25,6 +25,8 @@ from tools.bench.gradient_path.rows import GradientPathTable, table
 from tools.bench.gradient_path.targets import targets
 from tools.bench.samo_memory import run as samo_memory
 
+pytestmark = pytest.mark.push
+
 
 def test_pruned_rows_are_in_16_bit_unless_they_say_so() -> None:
     samo = method("samo-0.9+radius-0.4", interval=7)
@@ -85,7 +87,7 @@ def test_cost_of_a_pruned_step_is_told_beside_the_copy_it_replaces() -> None:
     assert [target.met for target in samo_targets(found, "fp32")] == [False] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pruned_rows_are_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     names = ["dense", "samo-0.9", "samo-0.9+radius-0.4-fp32"]
@@ -106,7 +108,7 @@ def test_pruned_rows_are_measured(tmp_path: Path) -> None:
         assert wanted == pytest.approx(0.04, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_cost_of_a_pruned_step_is_measured(tmp_path: Path) -> None:
     flags = ["--set", "samo", "--cost", "--smoke", "--rounds", "2", "--out", str(tmp_path)]
     assert gradient_path.main(flags) == 0
@@ -118,7 +120,7 @@ def test_the_cost_of_a_pruned_step_is_measured(tmp_path: Path) -> None:
         assert 0 < found[GATHER] < found[STEP] and 0 < found[SCATTER] < found[STEP]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_model_state_and_peaks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert samo_memory.main(["--smoke", "--rss", "--out", str(tmp_path)]) == 0

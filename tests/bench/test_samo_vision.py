@@ -28,6 +28,8 @@ from tools.bench.gradient_path.targets import targets
 from tools.bench.samo_memory.run import measure_image
 from tools.planner.replay.image_networks import NAMES, network
 
+pytestmark = pytest.mark.push
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_network_is_emulated_with_its_own_layers_and_seconds(name: str) -> None:
@@ -195,7 +197,7 @@ def _slices(name: str) -> tuple[int, int]:
     return found[False], found[True]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_image_networks_are_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     flags = ["--set", "samo-vision", "--smoke", "--rates", "none", "--worlds", "2", "--rounds", "2"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.checkpoint.format import MANIFEST_NAME, sign
 from megatron.checkpoint.io import Files
+from tests.limits import LIMIT
 
 
 class PeerGone(Exception):
@@ -40,7 +41,7 @@ class CheckpointRanks:
                 texts[rank] = text
                 self._ready.notify_all()
                 complete = self._ready.wait_for(
-                    lambda: len(texts) == self.world or self._gone, timeout=20
+                    lambda: len(texts) == self.world or self._gone, timeout=LIMIT
                 )
                 assert complete, "a rank waits for ever"
                 if len(texts) < self.world:

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megatron.checkpoint.io import Files
 from megatron.checkpoint.store import Snapshots, snapshot, whole
 from megatron.errors import CheckpointError, NumericsError
 from megatron.parallel.groups import ProcessGroups
+from tests.limits import LIMIT
 from tests.ranks import Ranks
 from tests.training.harness import TINY, make_trainer, train
 
@@ -152,40 +154,69 @@ def test_the_same_bytes_as_a_save_that_is_waited_for(
 
 
 class SlowFiles(Files):
-    """A disk that takes its time, and counts how many wait for it at once."""
+    """A disk that takes its time."""
+
+    def fsync(self, descriptor: int) -> None:
+        time.sleep(0.1)
+
+
+class HeldFiles(Files):
+    """A disk on which fsync returns only after `release`; `most` calls were in it at once."""
 
     def __init__(self) -> None:
+        self.release = threading.Event()
         self.waiting = 0
         self.most = 0
 
     def fsync(self, descriptor: int) -> None:
         self.waiting += 1
         self.most = max(self.most, self.waiting)
-        time.sleep(0.1)
+        assert self.release.wait(LIMIT / 2), "nothing releases the disk"
         self.waiting -= 1
 
 
-def on_rank_slowly(groups: ProcessGroups, run_dir: Path) -> dict[str, Any]:
+class ReleasingBackground(Background[Any]):
+    """A thread for saves that releases the disk when somebody waits for the thread."""
+
+    def __init__(self, files: HeldFiles, events: list[str]) -> None:
+        super().__init__()
+        self.files, self.events = files, events
+
+    def start(self, work: Callable[[], Any]) -> None:
+        self.events.append("save begins")
+        super().start(work)
+
+    def take(self) -> Any:
+        self.events.append("ended" if self.finished else "wait")
+        self.files.release.set()
+        written = super().take()
+        self.events.append(f"step {written.iteration} is written")
+        return written
+
+
+def on_rank_held(groups: ProcessGroups, run_dir: Path) -> tuple[list[str], int]:
+    """Return the order of steps and saves on a disk that writes only once a save waits for it."""
     trainer = make_trainer(groups, f"{FLAGS} --async-save", run_dir)
-    saver = saver_of(trainer)
-    saver.files = files = SlowFiles()
-    seconds: list[float] = []
+    saver, files, events = saver_of(trainer), HeldFiles(), list[str]()
+    saver.files, saver._background = files, ReleasingBackground(files, events)
     for _ in range(2):
         trainer.train_step()
-        began = time.perf_counter()
+        events.append(f"step {trainer.progress.iteration}")
         saver.save(trainer.progress, wait=False)
-        seconds.append(time.perf_counter() - began)
-    saver.save(trainer.progress, wait=True)
+        if not files.release.is_set():
+            saver.settle()  # a look between steps, which does not wait for the save
+    saver.settle(wait=True)
     trainer.engine.detach()
     trainer.metrics.close()
-    return {"seconds": seconds, "most": files.most}
+    return events, files.most
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_goes_on_and_the_next_save_waits(ranks: Ranks, tmp_path: Path, world: int) -> None:
-    for found in ranks.run(world, on_rank_slowly, tmp_path):
-        first, second = found["seconds"]
-        assert first < second / 2 and second > 0.3 and found["most"] == 1
+    for events, most in ranks.run(world, on_rank_held, tmp_path):
+        first = ["step 1", "save begins", "step 2", "wait", "step 1 is written"]
+        assert events[:6] == [*first, "save begins"], "step 2 came while the disk was held"
+        assert events[-1] == "step 2 is written" and most == 1
     steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
     assert steps == ["step_00000001", "step_00000002"]
 

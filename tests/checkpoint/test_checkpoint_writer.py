@@ -247,6 +247,7 @@ def test_a_rank_that_dies_leaves_nothing_torn(tmp_path: Path, rank: int) -> None
     assert drafts(tmp_path) == []
 
 
+@pytest.mark.push
 def test_all_but_store_work_without_torch() -> None:
     code = (
         "import sys, megatron.checkpoint.writer, megatron.checkpoint.find\n"

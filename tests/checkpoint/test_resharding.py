@@ -15,6 +15,8 @@ from tests.contract.grid import GRIDS, GridToy, differing, logical, on_grid, wor
 from tests.contract.harness import SHORT, PathCase
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.push
+
 LEFT_AT, STEPS = 6, 13
 CASE = PathCase("radius", SHORT)
 PAIRS = [

@@ -14,13 +14,17 @@ from megatron.checkpoint.format import DATA_PARALLEL
 from megatron.checkpoint.store import Checkpoint
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
+from tests.tiers import sampled
 from tests.training.harness import NO_DROPOUT, make_trainer
+
+pytestmark = pytest.mark.push
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --swiglu "
     "--vocab-size 97 --micro-batch-size 1 --global-batch-size 4 --train-iters 8 --lr 1e-3 "
     f"--eval-iters 0 --log-interval 100 --ddp-bucket-size 4000 {NO_DROPOUT}"
 )
+
 """The vocabulary divides by no number of ranks, and a gate lies beside its value."""
 LEFT_AT, MORE = 3, 2
 """Inside an interval of Radius: step 2 sends everything, step 3 leaves entries waiting."""
@@ -74,6 +78,17 @@ PAIRS = [
     ("DP4, nodes", "TP2xDP4, nodes", "samo+radius"),
     ("TP2xDP4, nodes", "TP2", "radius"),
 ]
+ON_PUSH = [
+    ("1", "TP2xPP2", "samo+radius"),
+    ("DP4", "TP4", "samo+radius"),
+    ("TP2xPP2", "1", "samo+radius"),
+    ("PP2, in turns", "PP2", "samo+radius"),
+    ("DP2, sharded", "TP2xPP2", "samo"),
+    ("TP4", "DP2, sharded", "radius"),
+    ("DP4, nodes", "TP2", "radius"),
+    ("TP2xDP2", "DP4, nodes", "samo+radius"),
+]
+"""Each axis as source and as target."""
 
 
 def on_rank(groups: ProcessGroups, where: str, flags: str, run_dir: Path) -> list[float]:
@@ -129,7 +144,7 @@ def digests(run_dir: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("source", "target", "path"), PAIRS)
+@pytest.mark.parametrize(("source", "target", "path"), sampled(PAIRS, ON_PUSH))
 def test_a_model_moves_to_another_grid(
     ranks: Ranks, tmp_path: Path, saved: Callable, source: str, target: str, path: str
 ) -> None:

@@ -23,6 +23,7 @@ from megatron.launch import Launch, Runtime
 from megatron.parallel.groups import ProcessGroups
 from megatron.pretrain import open_run
 from pretrain_gpt import GRADIENT_PATHS
+from tests.limits import LIMIT
 from tests.ranks import Ranks
 from tests.training.harness import TINY, make_trainer
 
@@ -163,7 +164,7 @@ def test_no_collective_waits_for_a_rank_that_hashes(
 
     def check_slowly(file: Path, *rest: Any) -> None:
         if file.name == f"rank_{slow:05d}.safetensors":
-            assert often.wait(60), "the ranks wait for this one instead of asking again"
+            assert often.wait(LIMIT), "the ranks wait for this one instead of asking again"
         check(file, *rest)
 
     monkeypatch.setattr(verify, "_check_hash", check_slowly)

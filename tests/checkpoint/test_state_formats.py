@@ -17,6 +17,8 @@ from tests.contract.grid import GridToy, differing, logical, on_grid, world_of
 from tests.contract.harness import PathCase
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.push
+
 BF16 = StateFormats(main=torch.bfloat16, exp_avg="bf16", exp_avg_sq="bf16")
 KAHAN = replace(BF16, rounding="kahan")
 INT8 = StateFormats(main=torch.bfloat16, exp_avg="int8", exp_avg_sq="int8")
@@ -78,6 +80,7 @@ def load(made: GridToy, folder: Path) -> set[str]:
     return encoded
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize(
     ("grid", "options"),

@@ -236,6 +236,7 @@ def test_compatibility_is_printed_in_full(capsys: pytest.CaptureFixture[str]) ->
         assert f"{name.flag}: {name.outcome}" in text
 
 
+@pytest.mark.push
 def test_no_heavy_import() -> None:
     code = """if True:
         import sys

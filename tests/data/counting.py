@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.transfer import to_device
+from tests.limits import LIMIT
 
 ENTRIES = 1000
 
@@ -48,8 +49,8 @@ def prefetch_threads() -> list[threading.Thread]:
 
 
 def threads_left() -> int:
-    """Return the number of threads that read ahead and have not ended within seconds."""
-    deadline = time.monotonic() + 5
+    """Return the number of threads that read ahead and have not ended within `LIMIT`."""
+    deadline = time.monotonic() + LIMIT
     while prefetch_threads() and time.monotonic() < deadline:
         time.sleep(0.001)
     return len(prefetch_threads())

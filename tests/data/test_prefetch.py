@@ -24,6 +24,7 @@ from megatron.errors import DataError
 from tests.data import test_image_reader, test_pair_dataset
 from tests.data.counting import Counting, prefetch_threads, threads_left
 from tests.data.translation_data import write_data
+from tests.limits import LIMIT
 
 CPU = torch.device("cpu")
 PLACES = [(0, 4), (4, 4), (8, 8), (16, 8), (24, 8), (32, 8)]
@@ -97,7 +98,7 @@ def test_one_step_is_read_ahead_by_one_thread_while_the_caller_goes_on() -> None
 
     def before(number: int) -> None:
         if threading.get_ident() != here:
-            assert gate.wait(10)
+            assert gate.wait(LIMIT)
         read.append((number, threading.get_ident()))
 
     prefetcher = Prefetcher(Counting(CPU, before), CPU)
@@ -145,7 +146,7 @@ class Gate:
 
     def __call__(self, number: int) -> None:
         self.entered.set()
-        assert self.opened.wait(10)
+        assert self.opened.wait(LIMIT)
 
 
 def test_closing_ends_the_thread_in_the_middle_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,7 @@ def test_closing_ends_the_thread_in_the_middle_of_a_batch(monkeypatch: pytest.Mo
     assert threads_left() == 0, "of the tests before"
     prefetcher = Prefetcher(Counting(CPU, lambda n: (gate(n), read.append(n))), CPU)
     prefetcher.prefetch(0, 100)
-    assert gate.entered.wait(10)
+    assert gate.entered.wait(LIMIT)
     prefetcher.close()  # does not wait for a read that hangs
     assert len(prefetch_threads()) == 1
     gate.opened.set()

@@ -24,6 +24,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.raw_text import Oversized, read_batches, read_dataset
 from megatron.data.sidecar import read_sidecar
 from megatron.data.tokenizer import tokenizer_from_sidecar
+from tests.limits import LIMIT
 from tools.preprocess_data import main
 from tools.train_tokenizer import main as train_main
 from tools.train_tokenizer import read_texts
@@ -91,6 +92,7 @@ def test_without_append_eod_documents_are_bare(tmp_path: Path) -> None:
     assert documents(tmp_path / "o") == [[97, 98], [99]]
 
 
+@pytest.mark.push
 def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", texts(4500))
     bad = source.read_bytes().split(b"\n")
@@ -454,7 +456,7 @@ def test_log_lines_come_by_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def _until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.01)
@@ -496,6 +498,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.push
 def test_killed_run_leaves_no_output_and_no_process(
     running: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -510,16 +513,18 @@ def test_killed_run_leaves_no_output_and_no_process(
     assert not list(tmp_path.glob("*.tmp")) and documents(tmp_path / "o") == [encoded("b")]
 
 
+@pytest.mark.push
 def test_terminated_run_clears_up(running: subprocess.Popen[str], tmp_path: Path) -> None:
     running.send_signal(signal.SIGTERM)
-    _, error = running.communicate(timeout=20)
+    _, error = running.communicate(timeout=LIMIT)
     assert running.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in error and not list(tmp_path.glob("o_*"))
 
 
+@pytest.mark.push
 def test_dead_worker_ends_the_run(running: subprocess.Popen[str], tmp_path: Path) -> None:
     os.kill(_workers(running.pid)[0], signal.SIGKILL)
-    _, error = running.communicate(timeout=20)
+    _, error = running.communicate(timeout=LIMIT)
     assert running.returncode == 3
     assert "a worker process died" in error and "Traceback" not in error
     assert not list(tmp_path.glob("o_*"))
@@ -539,7 +544,7 @@ def test_imports_no_torch_and_runs_from_anywhere(tmp_path: Path) -> None:
         "\nassert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
     assert len(documents(tmp_path / "o")) == 20

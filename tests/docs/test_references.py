@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.cases import LIMIT
 from tests.docs.documents import CHANGELOG, CONTRIBUTING, DOCUMENTS, REPO
+from tests.limits import LIMIT
 
 OF_OTHERS = {
     "--mpi": "srun",
@@ -43,6 +43,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.push
 def test_flags_that_are_named_are_known() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     # Not beginnings of several, such as --dsr-*.

@@ -88,6 +88,7 @@ def test_hashes_that_blame_passes_over_are_whole() -> None:
     assert IGNORED and all(re.fullmatch(r"[0-9a-f]{40}", line) for line in IGNORED)
 
 
+@pytest.mark.push
 @pytest.mark.parametrize("commit", IGNORED)
 def test_a_commit_that_blame_passes_over_only_reformats(commit: str) -> None:
     if "commit" not in _git("cat-file", "-t", commit):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.faults import starting
+from tests.limits import LIMIT
 
 # A shell makes a background job ignore interrupts, and the runs that tests interrupt inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -17,20 +18,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(autouse=True)
 def nothing_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ends what `finish` was never called for."""
-    started: list[subprocess.Popen[str]] = []
-    popen = starting._popen
+    started: list[starting.Process] = []
 
-    def noted(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
-        started.append(popen(command, env))
-        return started[-1]
+    def noting(start: Callable[..., starting.Process]) -> Callable[..., starting.Process]:
+        def noted(*given: object) -> starting.Process:
+            started.append(start(*given))
+            return started[-1]
 
-    monkeypatch.setattr(starting, "_popen", noted)
+        return noted
+
+    for name in ("_popen", "_fork"):
+        monkeypatch.setattr(starting, name, noting(getattr(starting, name)))
     yield
     for process in started:
         if process.poll() is None:
             process.terminate()  # which launch.sh hands on
             try:
-                process.communicate(timeout=20)
+                process.communicate(timeout=LIMIT)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()

@@ -24,6 +24,7 @@ from megatron import pretrain
 from megatron.errors import ConfigError
 from megatron.fault_tolerance.heartbeat import PHASES
 from megatron.parallel.dims import Coordinates
+from tests.limits import SLOWNESS
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ KINDS = (
     "kill", "raise", "exit0", "sys-exit0", "oom", "stop", "hang", "slow", "extra-collective",
     "skip-collective", "nan", "inf", "spike", "drift", "slow-tracker",
 )  # fmt: skip
-TRACKER_SECONDS = 12.0
+TRACKER_SECONDS = 12.0 * SLOWNESS
 """More than a phase "leaving" may take, and than the timeout of collectives of these tests."""
 
 

@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.fault_tolerance.heartbeat import FOLDER
+from megatron.fault_tolerance.heartbeat import FOLDER, PHASES
 from megatron.launch import free_port
+from tests import program
+from tests.limits import LIMIT, SLOWNESS
+from tests.program import REPO, WITHOUT_PICTURES, Program
 
-REPO = Path(__file__).resolve().parent.parent.parent
 SCRIPT = str(REPO / "pretrain_gpt.py")
 FAULTY_SCRIPT = str(REPO / "tests" / "faults" / "program.py")
 """The entry script with the fault of `environment` in it."""
@@ -29,14 +32,19 @@ FLAGS = (
     "--vocab-size 64 --micro-batch-size 2 --global-batch-size 8 --lr 3e-3 --eval-iters 0 "
     "--log-interval 4 --save-interval 4 --check-weight-hash-across-dp-replicas-interval 4"
 )
-TIMEOUT_SECONDS = 6.0
-TIMEOUT = f"--distributed-timeout-minutes {TIMEOUT_SECONDS / 60}"
+TIMEOUT = f"--distributed-timeout-minutes {SLOWNESS / 10}"
+LONG_TIMEOUT = f"--distributed-timeout-minutes {2 * LIMIT / 60}"
+"""A timeout of collectives that outlasts each test.
+
+A rank that ends by itself has noticed the failure of its peer without it.
+"""
+Process = subprocess.Popen[str] | Program
 
 
 def environment(fault: str | None = None, **more: str) -> dict[str, str]:
     """Return an environment without launcher variables, with `fault` and `more` added."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(MARKS)}
-    env |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", **more}
+    env |= {"PYTHONPATH": f"{WITHOUT_PICTURES}:{REPO}", "OMP_NUM_THREADS": "1", **more}
     return env | ({"SPARSETRON_FAULT": fault} if fault else {})
 
 
@@ -45,7 +53,7 @@ class Started:
     """The processes of one start; `finish` must be called and leaves no process behind."""
 
     run_dir: Path
-    processes: list[subprocess.Popen[str]]
+    processes: Sequence[Process]
 
     def wait_for_fault(self, rank: int) -> None:
         """Return once a fault struck on a rank; the line of stderr that reports it is consumed."""
@@ -53,13 +61,13 @@ class Started:
         assert stderr is not None
         assert "strikes at" in stderr.readline()
 
-    def finish(self, limit: float = 60.0) -> Ended:
-        """Wait at most `limit` seconds for all processes to end by themselves.
+    def finish(self) -> Ended:
+        """Wait for all processes to end by themselves; kill those that do not in `LIMIT` seconds.
 
         Stopped processes are killed once all others have ended, as a launcher would.
         """
         ended: dict[int, float] = {}
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + LIMIT
         try:
             while len(ended) < len(self.processes) and time.monotonic() < deadline:
                 for rank, process in enumerate(self.processes):
@@ -76,7 +84,7 @@ class Started:
         outputs = [process.communicate() for process in self.processes]
         return Ended(
             run_dir=self.run_dir,
-            codes=[process.returncode for process in self.processes],
+            codes=[process.wait() for process in self.processes],
             ended=ended,
             stdout=[out for out, _ in outputs],
             stderr=[err for _, err in outputs],
@@ -119,9 +127,12 @@ def start_ranks(
     ranks: range | None = None,
     port: int | None = None,
 ) -> Started:
-    """Start ranks as plain processes, as srun does: no launcher ends them."""
+    """Start ranks as plain processes, as srun does: no launcher ends them.
+
+    They are forks, see `tests.program`.
+    """
     port = port or free_port()
-    processes = []
+    processes: list[Program] = []
     for rank in ranks or range(world):
         env = environment(
             fault,
@@ -133,8 +144,8 @@ def start_ranks(
         if world == 1:
             env = environment(fault)
         script = FAULTY_SCRIPT if fault else SCRIPT
-        command = [sys.executable, script, *FLAGS.split(), *flags.split(), "--run-dir", run_dir]
-        processes.append(_popen([str(part) for part in command], env))
+        argv = [*FLAGS.split(), *flags.split(), "--run-dir", str(run_dir)]
+        processes.append(_fork(script, argv, env))
     return Started(run_dir, processes)
 
 
@@ -153,19 +164,19 @@ def start_launcher(
     return Started(run_dir, [_popen(command, env)])
 
 
-def wait_for_step(run_dir: Path, step: int, limit: float = 40.0) -> None:
-    """Return once rank 0 of a run with several ranks has reached `step`."""
+def wait_for_step(run_dir: Path, step: int, phase: str = "") -> None:
+    """Return once rank 0 of a run with several ranks has reached `step`, and `phase` if given."""
     from megatron.fault_tolerance import heartbeat
 
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + LIMIT
     path = run_dir / FOLDER / "rank_0"
     while time.monotonic() < deadline:
         if path.exists() and path.stat().st_size:
-            data = path.read_bytes()
-            if heartbeat._BEAT.unpack_from(data, heartbeat._BEAT_AT)[1] >= step:
+            _, found, number, _ = heartbeat._BEAT.unpack_from(path.read_bytes(), heartbeat._BEAT_AT)
+            if found >= step and phase in ("", PHASES[number]):
                 return
         time.sleep(0.02)
-    raise TimeoutError(f"{run_dir}: did not come to step {step}")
+    raise TimeoutError(f"{run_dir}: did not come to step {step} {phase}")
 
 
 def losses(run_dir: Path) -> dict[int, float]:
@@ -191,6 +202,10 @@ def _popen(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
     )
+
+
+def _fork(script: str, argv: list[str], env: dict[str, str]) -> Program:
+    return program.start(script, argv, env=env, cwd="/")
 
 
 def _is_stopped(pid: int) -> bool:

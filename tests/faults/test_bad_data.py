@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.starting import start_ranks
 from tests.training.test_prefetch import OFF, damage
 from tests.training.test_resume import write_data
+
+pytestmark = [pytest.mark.push, pytest.mark.waits]
 
 
 def test_the_step_that_needs_a_bad_token_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.starting import losses, send, start_ranks
+from tests.limits import LIMIT
+
+pytestmark = [pytest.mark.full, pytest.mark.waits]
 
 FLAGS = (
     "--bf16 --train-iters 80 --save-interval 1 --async-save --keep-last 2 --lr-warmup-iters 40 "
@@ -24,7 +27,6 @@ def newest(run_dir: Path) -> int:
     return max((int(name.removeprefix("step_")) for name in names), default=0)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_chain_of_kills(
     tmp_path: Path, world: int, record_property: Callable[[str, object], None]
@@ -36,7 +38,7 @@ def test_a_chain_of_kills(
     for _ in range(KILLS):
         before = newest(run_dir)
         started = start_ranks(world, run_dir, FLAGS)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT
         while newest(run_dir) < before + 3 and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.05))

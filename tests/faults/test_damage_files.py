@@ -21,10 +21,12 @@ import torch
 from megatron.checkpoint.find import find_checkpoint
 from megatron.errors import CheckpointError
 from megatron.parallel.groups import ProcessGroups
+from tests import program
+from tests.faults.starting import REPO, SCRIPT, environment
+from tests.limits import LIMIT
 from tests.ranks import Ranks
 from tests.training.harness import TINY, make_trainer, metrics_of, train
 
-REPO = Path(__file__).resolve().parents[2]
 FLAGS = f"{TINY} --bf16 --lr-decay-style constant --save-interval 2"
 FLIPS = 100
 NEWEST, BEFORE = "step_00000008", "step_00000006"
@@ -182,6 +184,7 @@ def test_a_hint_that_lies(run: Path, hint: bytes | None, record_property: Record
     told(record_property, "`latest` empty, alien, stale or missing", 1)
 
 
+@pytest.mark.waits
 def test_after_damage_the_run_comes_to_the_same_end(
     ranks: Ranks, real_run: Path, run: Path
 ) -> None:
@@ -195,7 +198,7 @@ def test_after_damage_the_run_comes_to_the_same_end(
     assert metrics_of(run) == metrics_of(run.with_name("good"))
     assert (run / "checkpoints" / f"{NEWEST}.damaged-1").is_dir()
     verify = [sys.executable, str(REPO / "tools" / "verify_checkpoint.py"), str(run)]
-    done = subprocess.run(verify, capture_output=True, text=True)
+    done = subprocess.run(verify, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0 and "set aside as damaged" in done.stdout
 
 
@@ -205,6 +208,8 @@ def on_rank_refused(groups: ProcessGroups, run_dir: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_none_good_is_exit_4_and_never_a_fresh_start(
     ranks: Ranks, run: Path, record_property: Record
 ) -> None:
@@ -214,10 +219,8 @@ def test_none_good_is_exit_4_and_never_a_fresh_start(
     metrics = (run / "metrics.jsonl").read_bytes()
     for text in ranks.run(2, on_rank_refused, run):
         assert "no checkpoint in it verifies" in text
-    script = [sys.executable, str(REPO / "pretrain_gpt.py"), *FLAGS.split(), "--run-dir", str(run)]
-    done = subprocess.run(
-        script, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    argv = [*FLAGS.split(), "--run-dir", str(run)]
+    done = program.run(SCRIPT, argv, env=environment(), cwd=run)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 4 and all(folder.name in line for folder in steps)
     assert (run / "metrics.jsonl").read_bytes() == metrics and "lm loss" not in done.stdout

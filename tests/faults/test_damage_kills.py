@@ -27,6 +27,8 @@ from megatron.checkpoint.store import Checkpoint
 from tests.faults import checkpoint_writer
 from tests.faults.checkpoint_writer import MARK, content
 
+pytestmark = pytest.mark.waits
+
 WRITER = [sys.executable, "-S", "-B", checkpoint_writer.__file__]
 CHANGING = ("openat", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir", "statfs")
 """System calls that change the disk, or precede a call that does."""
@@ -149,13 +151,14 @@ def told(record: Record, fault: str, trials: int) -> None:
         record(key, value)
 
 
+@pytest.mark.push
 def test_killed_at_every_changing_call(
     strace: str, tmp_path: Path, record_property: Record
 ) -> None:
     check_killed(strace, tmp_path, CHANGING, record_property)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_killed_at_every_call(strace: str, tmp_path: Path, record_property: Record) -> None:
     check_killed(strace, tmp_path, CHANGING + READING, record_property)
 
@@ -170,6 +173,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.push
 def test_refused_at_every_call(strace: str, tmp_path: Path, record_property: Record) -> None:
     """Disk errors keep the existing checkpoints, leave nothing behind and name the path."""
     trials = [
@@ -200,6 +204,7 @@ def test_refused_at_every_call(strace: str, tmp_path: Path, record_property: Rec
     told(record_property, "error of the disk at a system call of a save", len(trials))
 
 
+@pytest.mark.push
 def test_killed_at_random_times(tmp_path: Path, record_property: Record) -> None:
     """All starts use one folder, so each start continues from what the previous one left."""
     draw = random.Random(7)
@@ -241,6 +246,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.push
 @pytest.mark.parametrize(
     ("options", "words"),
     [("size=84k", "need 30104 bytes, have"), ("size=1m,nr_inodes=10", "No space left on device")],
@@ -258,6 +264,7 @@ def test_a_full_disk(small_disk: Callable[[str], Path], options: str, words: str
     assert again.returncode == 0 and saved(directory) == last + 1
 
 
+@pytest.mark.push
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     """A quota has this effect: a write takes a part, the next write fails."""
     prepared(tmp_path / "c")

@@ -75,6 +75,8 @@ print(turns)
 """
 
 
+@pytest.mark.waits
+@pytest.mark.push
 @pytest.mark.skipif(
     not (STRACE and subprocess.run([STRACE, "-qq", "true"], capture_output=True).returncode == 0),
     reason="needs strace, and a machine that lets it trace",
@@ -111,6 +113,8 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.waits
+@pytest.mark.push
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
 def test_a_full_disk_refuses_the_start(tmp_path: Path) -> None:
     """Without blocks of its own a mapped file ends the process at its first write to a page."""

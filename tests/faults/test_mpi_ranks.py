@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,18 +20,20 @@ from megatron.fault_tolerance.heartbeat import FOLDER, sightings
 from megatron.parallel.groups import ProcessGroups
 from tests.faults import starting
 from tests.faults.inject import arm, parse_faults
-from tests.faults.starting import FLAGS, TIMEOUT, Ended, Started, environment, losses
+from tests.faults.starting import FLAGS, LONG_TIMEOUT, Ended, Started, environment, losses
 from tests.faults.test_grid_ranks import check_recovery, saved
-from tests.faults.test_ranks_that_fail import LAUNCHER_SECONDS, FailureCase, pick
+from tests.faults.test_ranks_that_fail import FailureCase, pick
 from tests.ranks import Ranks, grid
 from tests.training.harness import make_trainer, metrics_of
+
+pytestmark = pytest.mark.waits
 
 STEPS = 8
 WORLD = 4
 GRID = (
     "--num-layers 2 --pipeline-model-parallel-size 2 --pipeline-schedule message-driven "
     "--micro-batch-size 1 --grad-path radius --radius-density 0.3 --radius-interval 3 "
-    f"--radius-start-iter 2 --train-iters {STEPS} --distributed-timeout-minutes 0.5"
+    f"--radius-start-iter 2 --train-iters {STEPS} {LONG_TIMEOUT}"
 )
 """Two stages of two data-parallel ranks, four microbatches; checkpoints in steps 4 and 8."""
 MATRIX = [
@@ -46,7 +47,6 @@ MATRIX = [
     pick("hang", "0:3:forward"),
     pick("hang", "3:6:backward"),
 ]
-LIMIT = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -87,25 +87,25 @@ def check(row: FailureCase, ended: Ended) -> float:
     folder = ended.run_dir / FOLDER
     left = sightings(folder, attempt=status["attempt"], ranks=range(WORLD))
     assert len(left) == WORLD and starting.alive([seen.pid for seen in left]) == []
-    seconds = ended.seconds_after_fault()
-    assert seconds < row.seconds + LAUNCHER_SECONDS, f"{seconds:.1f} s after {row.fault}"
-    return seconds
+    return ended.seconds_after_fault()
 
 
+@pytest.mark.push
 def test_a_killed_rank_is_named_and_the_run_goes_on_when_started_again(
     tmp_path: Path, unbroken: dict[int, float], record_property: Callable[[str, object], None]
 ) -> None:
     """The peers poll for messages of the rank; mpiexec lets the peers end by themselves."""
     row = pick("kill", "2:6:backward")
-    record_property("seconds", check(row, launch(tmp_path, fault=row.fault).finish(LIMIT)))
-    check_recovery(launch(tmp_path).finish(LIMIT), unbroken)
+    record_property("seconds", check(row, launch(tmp_path, fault=row.fault).finish()))
+    check_recovery(launch(tmp_path).finish(), unbroken)
 
 
+@pytest.mark.push
 def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
     mpi_ranks: Ranks, tmp_path: Path, unbroken: dict[int, float]
 ) -> None:
     """Whichever rank has the NaN, the state afterwards is the same."""
-    run = launch(tmp_path / "3", fault="nan:3:5:backward").finish(LIMIT)
+    run = launch(tmp_path / "3", fault="nan:3:5:backward").finish()
     assert run.codes == [0], run.all_stderr
     assert "nan strikes" in run.all_stderr
     assert mpi_ranks.run(WORLD, on_rank, tmp_path / "0", "inf:0:5:backward") == [(8, 7)] * WORLD
@@ -122,6 +122,7 @@ def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
     assert through[7] != unbroken[7]
 
 
+@pytest.mark.push
 def test_a_rank_that_never_comes_to_mpi_is_not_waited_for_for_ever(
     mpi_ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -130,13 +131,12 @@ def test_a_rank_that_never_comes_to_mpi_is_not_waited_for_for_ever(
     code = "from megatron.launch import open_mpi; open_mpi(seconds=2)"
     script = f"[ $PMI_RANK = 1 ] || exec {shlex.quote(sys.executable)} -c '{code}'"
     command = [mpiexec or "mpiexec", "-n", "2", "sh", "-c", script]
-    began = time.monotonic()
     ended = Started(tmp_path, [starting._popen(command, environment())]).finish()
     assert ended.codes == [1] and "in open_mpi" in ended.all_stderr, ended.all_stderr
-    assert 2 < time.monotonic() - began < 50
+    assert "Timeout (0:00:02)!" in ended.all_stderr, "of the timer, once it has run for so long"
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("row", MATRIX, ids=lambda row: row.fault)
 def test_matrix(
     row: FailureCase,
@@ -145,8 +145,8 @@ def test_matrix(
     record_property: Callable[[str, object], None],
 ) -> None:
     record_property("fault", f"{row.fault.split(':')[0]} in {row.phase}, over MPI")
-    ended = launch(tmp_path, fault=row.fault, flags=f"{GRID} {TIMEOUT}").finish(LIMIT)
+    ended = launch(tmp_path, fault=row.fault, flags=f"{GRID} {row.timeout}").finish()
     record_property("seconds", check(row, ended))
     record_property("detected", 1)
-    check_recovery(launch(tmp_path).finish(LIMIT), unbroken)
+    check_recovery(launch(tmp_path).finish(), unbroken)
     record_property("recovered", 1)

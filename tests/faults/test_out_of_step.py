@@ -21,7 +21,8 @@ from megatron.fault_tolerance.desync import find_parting
 from megatron.fault_tolerance.exit_signals import ExitRequest
 from megatron.fault_tolerance.heartbeat import CollectiveCall, Heartbeat, calls
 from megatron.parallel.groups import ProcessGroups
-from tests.faults.starting import TIMEOUT, TIMEOUT_SECONDS, Ended, environment, losses, start_ranks
+from tests.faults.starting import TIMEOUT, Ended, environment, losses, start_ranks
+from tests.limits import LIMIT
 from tests.ranks import Ranks
 from tests.training.harness import TINY, make_trainer
 
@@ -58,6 +59,8 @@ def check_recovery(run_dir: Path, unbroken: dict[int, float], world: int = 2) ->
     assert losses(run_dir) == (unbroken if world == 2 else pytest.approx(unbroken, abs=1e-4))
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_one_too_many_and_one_left_out(tmp_path: Path) -> None:
     """Two runs at once: gloo aborts the guilty rank of the first, the peer in the second."""
     faults = {"extra-collective:1:6:forward": "forward", "skip-collective:0:6:backward": "backward"}
@@ -86,7 +89,8 @@ MATRIX = [
 ]
 
 
-@pytest.mark.matrix
+@pytest.mark.waits
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "rank", "step", "phase", "where"), MATRIX)
 def test_matrix_of_collectives(
     kind: str,
@@ -104,15 +108,14 @@ def test_matrix_of_collectives(
     if (kind, phase) == ("skip-collective", "optimizer"):
         fault = f"{kind}:{rank}:{step + 1}:{phase}"  # The next call belongs to the next step.
     check(fault, where, ended)
-    seconds = ended.seconds_after_fault()
-    assert seconds <= TIMEOUT_SECONDS + 5.0
-    record_property("seconds", seconds)
+    record_property("seconds", ended.seconds_after_fault())
     record_property("detected", 1)
     check_recovery(tmp_path, unbroken)
     record_property("recovered", 1)
 
 
-@pytest.mark.matrix
+@pytest.mark.waits
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["extra-collective", "skip-collective"])
 @pytest.mark.parametrize("phase", ["backward", "reduce", "evaluate"])
 def test_matrix_of_collectives_of_four(
@@ -221,6 +224,8 @@ def test_calls_outlive_their_rank_and_only_the_latest_are_kept(tmp_path: Path) -
     assert calls(tmp_path, attempt="b", ranks=[3]) == {}
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_a_process_that_cxx_ends_tells_why_and_leaves_with_6() -> None:
     text = (
         "import ctypes, threading\n"
@@ -231,6 +236,6 @@ def test_a_process_that_cxx_ends_tells_why_and_leaves_with_6() -> None:
         "thread.start(); thread.join()\n"
     )
     command = [sys.executable, "-X", "faulthandler", "-c", text]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout) == (6, "told\n"), done.stderr
     assert "terminate called" in done.stderr and "Fatal Python error" not in done.stderr

@@ -1,6 +1,6 @@
 """Tests of a rank that is killed, raises, leaves, stops or hangs.
 
-The other ranks end in time, and the first cause is reported once. Rows marked `matrix` run in
+The other ranks end in time, and the first cause is reported once. Rows marked `full` run in
 tools/faults.sh.
 """
 
@@ -25,31 +25,34 @@ from megatron.fault_tolerance.root_cause import RootCause
 from megatron.status import Status, read_status
 from tests.faults.starting import (
     FLAGS,
+    LONG_TIMEOUT,
     TIMEOUT,
-    TIMEOUT_SECONDS,
     Ended,
     losses,
     send,
     start_launcher,
     start_ranks,
 )
+from tests.limits import LIMIT
 
 STEPS = 10
-AT_ONCE = 10.0
-LATE = TIMEOUT_SECONDS + 5.0
-LAUNCHER_SECONDS = 10.0
-"""Seconds for a launcher to end all ranks and to report, less than torchrun's patience of 30 s."""
+FORCED = "forcefully exiting"
+"""What torchrun says of ranks that its SIGTERM has not ended within 30 s."""
 
 
 @dataclass(frozen=True)
 class FailureCase:
-    """A fault, exit codes of its rank, code and words of the first cause, and seconds to end."""
+    """A fault, exit codes of its rank, code and words of the first cause, and a timeout.
+
+    Most faults are noticed at once, so that the timeout of collectives may be longer than the test
+    waits. The others are noticed by it.
+    """
 
     fault: str
     codes: tuple[int, ...]
     code: int
     words: tuple[str, ...]
-    seconds: float = AT_ONCE
+    timeout: str = LONG_TIMEOUT
 
     @property
     def rank(self) -> int:
@@ -73,9 +76,9 @@ def rows(rank: int, step: int, phase: str) -> list[FailureCase]:
         FailureCase(f"oom:{where}", (1,), 1, ("MemoryError", "--micro-batch-size")),
         FailureCase(f"exit0:{where}", (0,), 6, ("gone", "left early")),
         # The rank that reports the fault wakes this rank, so that both can leave.
-        FailureCase(f"stop:{where}", (6,), 6, ("does not follow", "stopped"), LATE),
+        FailureCase(f"stop:{where}", (6,), 6, ("does not follow", "stopped"), TIMEOUT),
         # Reported by the rank that waits, or on a busy machine by the rank's own watchdog.
-        FailureCase(f"hang:{where}", (6,), 6, ("in this phase for",), LATE),
+        FailureCase(f"hang:{where}", (6,), 6, ("in this phase for",), TIMEOUT),
     ]
 
 
@@ -105,7 +108,10 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def check(row: FailureCase, ended: Ended) -> float:
-    """Check the promises of a row; return the seconds from the fault to the end of the others."""
+    """Check the promises of a row; return the seconds from the fault to the end of the others.
+
+    A rank that has a code of its own has ended within the limit of `Started.finish`.
+    """
     other = 1 - row.rank
     assert ended.codes[row.rank] in row.codes, (ended.codes, ended.all_stderr)
     assert ended.codes[other] == 6, (ended.codes, ended.all_stderr)
@@ -121,13 +127,10 @@ def check(row: FailureCase, ended: Ended) -> float:
         # The rank's own watchdog, or the rank that waits, names the collective that it was in.
         assert re.search(r"last in collective \d+ of world \(.+ of \d+ \w+\)", status["reason"])
         line = explain(ended.run_dir, 2)
-        lag = (
-            rf"gloo all_reduce \d+ of world, \[\d+\] \w+: rank {other} waits, rank {row.rank} lags"
-        )
+        call = r"gloo all_reduce \d+ of world, \[[\d, ]+\] \w+"
+        lag = rf"{call}: rank {other} waits, rank {row.rank} lags"
         assert re.fullmatch(f"{lag} behind it", line), line
-    seconds = ended.seconds_after_fault(but=row.rank)
-    assert seconds <= row.seconds, f"{seconds:.1f} s after {row.fault}"
-    return seconds
+    return ended.seconds_after_fault(but=row.rank)
 
 
 def check_recovery(run_dir: Path, unbroken: dict[int, float]) -> None:
@@ -138,6 +141,8 @@ def check_recovery(run_dir: Path, unbroken: dict[int, float]) -> None:
     assert losses(run_dir) == unbroken
 
 
+@pytest.mark.waits
+@pytest.mark.push
 @pytest.mark.parametrize("together", FAST, ids=lambda rows: "+".join(r.fault for r in rows))
 def test_the_others_end_in_time_and_name_it(
     together: list[FailureCase],
@@ -145,9 +150,9 @@ def test_the_others_end_in_time_and_name_it(
     unbroken: dict[int, float],
     record_property: Callable[[str, object], None],
 ) -> None:
-    flags = f"--train-iters {STEPS} {TIMEOUT}"
+    flags = f"--train-iters {STEPS}"
     started = [
-        start_ranks(2, tmp_path / str(number), flags, fault=row.fault)
+        start_ranks(2, tmp_path / str(number), f"{flags} {row.timeout}", fault=row.fault)
         for number, row in enumerate(together)
     ]
     ended = [run.finish() for run in started]
@@ -157,7 +162,8 @@ def test_the_others_end_in_time_and_name_it(
         check_recovery(tmp_path / "0", unbroken)
 
 
-@pytest.mark.matrix
+@pytest.mark.waits
+@pytest.mark.full
 @pytest.mark.parametrize("row", MATRIX, ids=lambda row: row.fault)
 def test_matrix(
     row: FailureCase,
@@ -166,7 +172,7 @@ def test_matrix(
     record_property: Callable[[str, object], None],
 ) -> None:
     record_property("fault", f"{row.fault.split(':')[0]} in {row.phase}")
-    flags = f"--train-iters {STEPS} {TIMEOUT}"
+    flags = f"--train-iters {STEPS} {row.timeout}"
     ended = start_ranks(2, tmp_path, flags, fault=row.fault).finish()
     record_property("seconds", check(row, ended))
     record_property("detected", 1)
@@ -174,7 +180,8 @@ def test_matrix(
     record_property("recovered", 1)
 
 
-@pytest.mark.matrix
+@pytest.mark.waits
+@pytest.mark.full
 def test_four_ranks(
     tmp_path: Path, unbroken: dict[int, float], record_property: Callable[[str, object], None]
 ) -> None:
@@ -186,9 +193,7 @@ def test_four_ranks(
     status = ended.status
     assert (status["rank"], status["iteration"], status["phase"]) == (2, 5, "forward")
     assert ended.all_stderr.count("does not follow") == 1
-    seconds = ended.seconds_after_fault(but=2)
-    record_property("seconds", seconds)
-    assert seconds < LATE
+    record_property("seconds", ended.seconds_after_fault(but=2))
     record_property("detected", 1)
     again = start_ranks(4, tmp_path, flags).finish()
     assert again.codes == [0, 0, 0, 0], again.all_stderr
@@ -196,17 +201,20 @@ def test_four_ranks(
     record_property("recovered", 1)
 
 
+@pytest.mark.waits
 def test_launcher_exits_with_the_first_causes_code(tmp_path: Path, unbroken: dict) -> None:
     """torchrun makes 1 of every code; its SIGTERM to the other ranks must not make them save."""
-    flags = f"--train-iters {STEPS} {TIMEOUT}"
+    flags = f"--train-iters {STEPS} {LONG_TIMEOUT}"
     run = start_launcher(2, tmp_path / "run", flags, fault="kill:1:6:backward").finish()
-    assert run.codes == [6], run.all_stderr
+    assert run.codes == [6] and FORCED not in run.all_stderr, run.all_stderr
     status = run.status
     assert (status["rank"], status["iteration"], status["phase"]) == (1, 6, "backward")
     names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if p.is_dir())
     assert names == ["step_00000004"]
 
 
+@pytest.mark.waits
+@pytest.mark.push
 @pytest.mark.parametrize(("kind", "code"), [("exit0", 6), ("sys-exit0", 1)])
 def test_a_single_rank_that_leaves_early_is_no_success(
     tmp_path: Path, kind: str, code: int
@@ -243,17 +251,21 @@ os._exit(0)
 """
 
 
+@pytest.mark.waits
+@pytest.mark.push
 @pytest.mark.parametrize(("steps", "code"), [(200, 0), (0, 1)], ids=["trains", "hangs"])
 def test_a_stalled_disk_ends_only_a_rank_whose_main_thread_hangs(
     tmp_path: Path, steps: int, code: int
 ) -> None:
     """The timer of faulthandler is what ends it, 4 + 2 x 2 s after it was set last."""
     command = [sys.executable, "-c", ON_A_STALLED_DISK, str(tmp_path), str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == code, done.stderr
     assert ("Timeout" in done.stderr) == (code == 1), done.stderr
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_a_tracker_that_takes_long_to_close_does_not_fail_a_finished_run(tmp_path: Path) -> None:
     fault = "slow-tracker:0:2:forward"
     ended = start_ranks(2, tmp_path, "--train-iters 4", fault=fault).finish()
@@ -261,6 +273,8 @@ def test_a_tracker_that_takes_long_to_close_does_not_fail_a_finished_run(tmp_pat
     assert (ended.status["state"], ended.status["exit_code"]) == ("done", 0)
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_a_tracker_that_takes_long_to_close_does_not_change_the_code_of_a_failure(
     tmp_path: Path,
 ) -> None:
@@ -270,6 +284,8 @@ def test_a_tracker_that_takes_long_to_close_does_not_change_the_code_of_a_failur
     assert ended.codes == [1] and ended.status["exit_code"] == 1, ended.all_stderr
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_a_lone_rank_survives_a_suspension(tmp_path: Path) -> None:
     """Slurm may suspend a job; no peer waits, so that the time does not count."""
     flags = "--global-batch-size 2 --train-iters 4 --distributed-timeout-minutes 0.02"
@@ -315,6 +331,8 @@ def test_only_the_time_in_which_the_watchdog_runs_counts(
     assert (read_status(tmp_path) is not None) == ends
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_a_lone_rank_that_hangs_is_ended(tmp_path: Path) -> None:
     """The watchdog of the rank is all that waits for it, and shows where the rank hangs."""
     flags = "--global-batch-size 2 --train-iters 4 --distributed-timeout-minutes 0.03"
@@ -324,7 +342,8 @@ def test_a_lone_rank_that_hangs_is_ended(tmp_path: Path) -> None:
     assert "inject.py" in ended.stderr[0] and ended.status["phase"] == "forward"
 
 
-@pytest.mark.matrix
+@pytest.mark.waits
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
 @pytest.mark.parametrize("kind", ["kill", "raise", "exit0", "stop", "hang"])
 def test_matrix_of_launchers(
@@ -339,14 +358,11 @@ def test_matrix_of_launchers(
         pytest.importorskip("mpi4py", reason="needs the extra mpi")
     record_property("fault", f"{kind} under {launcher}")
     row = pick(kind, "1:6:forward")
-    flags = f"--train-iters {STEPS} {TIMEOUT}"
-    run = start_launcher(2, tmp_path, flags, fault=row.fault, LAUNCHER=launcher)
-    ended = run.finish(limit=90)
-    assert ended.codes == [row.code], ended.all_stderr
+    flags = f"--train-iters {STEPS} {row.timeout}"
+    ended = start_launcher(2, tmp_path, flags, fault=row.fault, LAUNCHER=launcher).finish()
+    assert ended.codes == [row.code] and FORCED not in ended.all_stderr, ended.all_stderr
     assert ended.status["rank"] == 1 and ended.status["iteration"] == 6
-    seconds = ended.seconds_after_fault()
-    record_property("seconds", seconds)
-    assert seconds < row.seconds + LAUNCHER_SECONDS
+    record_property("seconds", ended.seconds_after_fault())
     record_property("detected", 1)
     check_recovery(tmp_path, unbroken)
     record_property("recovered", 1)

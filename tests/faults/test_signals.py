@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron.fault_tolerance.exit_signals import ExitRequest, ExitSignals
+from megatron.fault_tolerance import exit_signals
+from megatron.fault_tolerance.exit_signals import SIGTERM_SECONDS, ExitRequest, ExitSignals
 from tests.faults.starting import (
     Ended,
     Started,
@@ -19,6 +23,7 @@ from tests.faults.starting import (
     start_ranks,
     wait_for_step,
 )
+from tests.limits import LIMIT
 
 LONG = "--train-iters 100000 --save-interval 50000"
 SLOW = "slow:0:1+:data"
@@ -39,6 +44,14 @@ def check_left(ended: Ended, left: str) -> int:
     return status["iteration"]
 
 
+def steps_after(run_dir: Path, when: float) -> int:
+    """Return how many steps ended after a time, in seconds since the epoch."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return sum("lm_loss" in line and line["time"] > when for line in lines)
+
+
+@pytest.mark.waits
+@pytest.mark.push
 def test_signals_to_any_rank_and_the_stop_file_save_once_and_leave(tmp_path: Path) -> None:
     """The runs of all cases go on in parallel, since each run mostly waits."""
 
@@ -53,15 +66,23 @@ def test_signals_to_any_rank_and_the_stop_file_save_once_and_leave(tmp_path: Pat
     send(runs["SIGUSR1"], signal.SIGUSR1, 1)
     asked = time.time()
     for name, run in runs.items():
-        ended = run.finish()
-        assert check_left(ended, name) <= 6
-        assert max(ended.ended.values()) - asked < 12, "a step, a second, a save and the report"
+        check_left(run.finish(), name)
+        # The ranks had already voted on the step in which they were asked, or not.
+        assert steps_after(run.run_dir, asked) <= 2
     assert not (tmp_path / "STOP" / "STOP").exists()
     again = start_ranks(2, tmp_path / "STOP", "--train-iters 12").finish()
     assert again.codes == [0, 0], again.all_stderr
     assert sorted(losses(tmp_path / "STOP")) == list(range(1, 13))
 
 
+def is_pending(number: signal.Signals, pid: int) -> bool:
+    """Return whether a process has yet to take a signal that was sent to it."""
+    (mask,) = re.findall(r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.waits
+@pytest.mark.push
 def test_a_second_interrupt_leaves_at_once_and_save_files_are_obeyed(tmp_path: Path) -> None:
     """The first rank hangs, so that only the thread of the watchdog can act."""
     flags = "--global-batch-size 2 --train-iters 3"
@@ -69,19 +90,19 @@ def test_a_second_interrupt_leaves_at_once_and_save_files_are_obeyed(tmp_path: P
     asked = start_ranks(2, tmp_path / "asked", LONG, fault=SLOW)
     wait_for_step(asked.run_dir, 2)
     (tmp_path / "asked" / "SAVE").touch()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT
     while (tmp_path / "asked" / "SAVE").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     first = saved(tmp_path / "asked")
     assert len(first) == 1
     hung.wait_for_fault(0)
     send(hung, signal.SIGINT, 0)
-    time.sleep(0.1)
+    # Two interrupts that wait for a process are one.
+    while is_pending(signal.SIGINT, hung.processes[0].pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
     send(hung, signal.SIGINT, 0)
-    began = time.time()
     ended = hung.finish()
     assert ended.codes == [130], ended.all_stderr
-    assert ended.ended[0] - began < 2.0
     assert not (tmp_path / "hung" / "checkpoints").exists()
     assert ended.status["reason"].startswith("interrupted twice")
     send(asked, signal.SIGUSR1, 0)
@@ -90,6 +111,8 @@ def test_a_second_interrupt_leaves_at_once_and_save_files_are_obeyed(tmp_path: P
     assert saved(tmp_path / "asked")[0] == first[0]
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_launcher_hands_the_signal_on_and_exits_with_75(tmp_path: Path) -> None:
     run = start_launcher(2, tmp_path / "run", LONG)
     wait_for_step(run.run_dir, 3)
@@ -99,6 +122,8 @@ def test_launcher_hands_the_signal_on_and_exits_with_75(tmp_path: Path) -> None:
     assert "death signal" not in ended.all_stderr, "torchrun would kill ranks that save for long"
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_ctrl_c_ends_with_what_was_saved_and_how_to_go_on(tmp_path: Path) -> None:
     """torchrun calls such a run a failed one, and shows a traceback."""
     run = start_launcher(2, tmp_path / "run", LONG)
@@ -111,20 +136,30 @@ def test_ctrl_c_ends_with_what_was_saved_and_how_to_go_on(tmp_path: Path) -> Non
     assert last.removeprefix("launch.sh: ") in (run.run_dir / "log.txt").read_text()
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_sigterm_that_a_failure_follows_saves_nothing(tmp_path: Path) -> None:
-    """A launcher's SIGTERM reaches this rank before it can know that a peer is dead."""
-    run = start_ranks(2, tmp_path, LONG)
-    wait_for_step(run.run_dir, 3)
-    send(run, signal.SIGTERM, 0)
-    time.sleep(0.4)
-    send(run, signal.SIGKILL, 1)
-    ended = run.finish()
+    """A launcher's SIGTERM reaches this rank before it can know that a peer is dead.
+
+    The rank waits for a second before it saves. Where this test is kept from killing the peer in
+    that second, which shows by two ranks that have left, it tries again.
+    """
+    for trial in range(5):
+        run = start_ranks(2, tmp_path / str(trial), LONG)
+        wait_for_step(run.run_dir, 3)
+        send(run, signal.SIGTERM, 0)
+        wait_for_step(run.run_dir, 3, "save")
+        send(run, signal.SIGKILL, 1)
+        ended = run.finish()
+        if ended.codes != [75, 75]:
+            break
     assert ended.codes == [6, -9], ended.all_stderr
     assert ended.status["rank"] == 1 and "gone" in ended.status["reason"]
-    assert saved(tmp_path) == []
+    assert saved(run.run_dir) == []
 
 
-@pytest.mark.matrix
+@pytest.mark.waits
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 @pytest.mark.parametrize("phase", ["data", "reduce", "save", "evaluate"])
 def test_matrix_of_signals(tmp_path: Path, name: str, phase: str, record_property) -> None:  # noqa: ANN001
@@ -147,7 +182,11 @@ def test_matrix_of_signals(tmp_path: Path, name: str, phase: str, record_propert
     record_property("recovered", 1)
 
 
-def test_requests_by_urgency(tmp_path: Path) -> None:
+def test_requests_by_urgency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    times = [100.0, 100.25, 100.0 + SIGTERM_SECONDS, 200.0]
+    clock = SimpleNamespace(monotonic=lambda: times.pop(0), sleep=naps.append)
+    monkeypatch.setattr(exit_signals, "time", clock)
     requests = ExitSignals(tmp_path)
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
@@ -162,9 +201,9 @@ def test_requests_by_urgency(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert requests.pending() is ExitRequest.SIGTERM
-        began = time.monotonic()
-        requests.wait_out_sigterm()
-        assert 0.8 < time.monotonic() - began < 1.5
+        while times:  # the first of which was that of the signal
+            requests.wait_out_sigterm()
+        assert naps == [SIGTERM_SECONDS - 0.25, 0.0, 0.0]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

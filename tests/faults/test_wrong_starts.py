@@ -15,22 +15,28 @@ from megatron.fault_tolerance.heartbeat import FOLDER
 from megatron.fault_tolerance.run_lock import RunFolderInUse
 from megatron.launch import Launch, detect_launch
 from megatron.status import Status, read_status, write_status
+from tests import program
 from tests.faults.starting import FLAGS, REPO, SCRIPT, environment
+from tests.limits import LIMIT
 from tools import doctor_host, faults_table
 
 
 def started(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=environment(**more), capture_output=True, text=True, timeout=60, cwd="/"
+        command, env=environment(**more), capture_output=True, text=True, timeout=LIMIT, cwd="/"
     )
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_no_arguments_show_the_usage_in_four_lines() -> None:
     done = started(sys.executable, SCRIPT)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: pretrain_gpt.py") and done.stderr.count("\n") == 4
 
 
+@pytest.mark.waits
+@pytest.mark.push
 @pytest.mark.parametrize("threads", ["abc", "0", "-1", "1.5", "2,", "99999999", "٣"])
 def test_threads_that_are_no_number_are_refused(threads: str) -> None:
     """OpenMP's libraries would wait without end, or ignore it."""
@@ -47,13 +53,14 @@ def test_threads_may_be_nested_or_unset() -> None:
         assert detect_launch(environ).world_size == 1
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_a_run_folder_in_a_loop_of_links_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     run_dir = str(tmp_path / "a" / "run")
-    done = started(
-        sys.executable, SCRIPT, *FLAGS.split(), "--train-iters", "1", "--run-dir", run_dir
-    )
+    argv = [*FLAGS.split(), "--train-iters", "1", "--run-dir", run_dir]
+    done = program.run(SCRIPT, argv, env=environment(), cwd="/")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1 and "symbolic links" in done.stderr
 
@@ -157,6 +164,8 @@ def test_a_refused_start_leaves_the_records_of_the_run_alone(
     assert list((tmp_path / FOLDER).iterdir()) == []
 
 
+@pytest.mark.waits
+@pytest.mark.push
 def test_tools_of_the_tests_say_how_they_are_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +176,6 @@ def test_tools_of_the_tests_say_how_they_are_used(
     for name, code in (("odd.xml", 3), ("missing.xml", 2)):
         assert faults_table.main([str(tmp_path / name)]) == code
         assert capsys.readouterr().err.count("\n") == 1
-    done = started(sys.executable, str(REPO / "tools" / "parity_rank.py"))
+    done = program.run(REPO / "tools" / "parity_rank.py", [], env=environment(), cwd="/")
     assert done.returncode == 2 and "tools/parity.py starts this" in done.stderr
     assert "Traceback" not in done.stderr

@@ -24,6 +24,8 @@ from tests.config.helpers import read
 from tests.ranks import Ranks, grid
 from tests.training.harness import TINY, metrics_of, train
 
+pytestmark = pytest.mark.push
+
 SQRT = "--recompute-granularity full --recompute-method sqrt"
 GRIDS = [(n, n // held) for n in range(1, 129) for held in factors(n)]
 

@@ -23,6 +23,8 @@ from tests.low_memory.test_ledger import GPT, PP, STILL, TP, VOCABULARY, gpt, tr
 from tests.test_pretrain_gpt import alone
 from tests.training.harness import metrics_of
 
+pytestmark = pytest.mark.push
+
 SIZES = {"gpt": (VOCABULARY,), "vision": (), "translation": (90, 70)}
 VISION = (
     "--mock-data --num-layers 16 --width-factor 0.5 --img-h 32 --img-w 32 --num-classes 10 "

@@ -32,6 +32,9 @@ from megatron.tensor_parallel.rng import DropoutStreams
 from tests.low_memory.test_ledger import GPT_CASES, PP, STILL, TP, check, gpt, translation, vision
 from tests.model.models import VARIANTS, gradients, random_tokens, small_model
 from tests.model.translations import random_pairs, small_translator
+from tests.tiers import sampled
+
+pytestmark = pytest.mark.push
 
 WIDE_RESNET = partial(WideResNet, depth=10, width=1, classes=10, seed=1)
 STREAMS = DropoutStreams(1, device=torch.device("cpu"))
@@ -233,9 +236,10 @@ PLANNED = {
     "grid": (8, 5, f"{GRID} {OPS}"),
     "grid without norms": (8, 5, f"{GRID} {NO_NORM}"),
 }
+ON_PUSH = ("ops gated", "no-norm", "every 5", "residual-star 2", "grid")
 
 
-@pytest.mark.parametrize("case", PLANNED)
+@pytest.mark.parametrize("case", sampled(PLANNED, ON_PUSH))
 def test_what_a_gpt_stores_is_planned(case: str) -> None:
     world, rank, flags = PLANNED[case]
     check(gpt(flags, world=world, rank=rank))

@@ -16,6 +16,8 @@ from megatron.low_memory.strategies import (
 from megatron.model.image_shapes import training_flops, wide_resnet_layers
 from megatron.model.wide_resnet import WideResNet
 
+pytestmark = pytest.mark.push
+
 WRN = wide_resnet_graph()
 ALL = [
     Strategy("none"),

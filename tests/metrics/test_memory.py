@@ -26,6 +26,7 @@ print(peak_memory_bytes(torch.device("cpu")))
 """
 
 
+@pytest.mark.push
 @pytest.mark.skipif(not memory.STATUS.exists(), reason="needs Linux's /proc")
 def test_a_peak_is_not_that_of_the_launcher() -> None:
     done = subprocess.run(

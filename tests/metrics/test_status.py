@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.status import ENDED, State, Status, read_status, write_status
+from tests.limits import LIMIT
 
 
 def _failed(rank: int, reason: str, *, code: int = 5, attempt: str = "") -> Status:
@@ -92,13 +93,14 @@ def _fail(folder: Path, rank: int) -> None:
     )
 
 
+@pytest.mark.push
 def test_ranks_that_fail_at_once_leave_one_cause(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_fail, args=(tmp_path, rank)) for rank in range(4)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=20)
+        process.join(timeout=LIMIT)
         assert process.exitcode == 0
     status = read_status(tmp_path)
     assert status and (status.rank, status.reason) == (3, "cause")

@@ -124,6 +124,7 @@ def test_the_ablation_comes_out_below_the_tuned_runs() -> None:
     assert plain < offloaded < 0.494
 
 
+@pytest.mark.push
 def test_counting_loads_no_torch() -> None:
     code = "import sys, megatron.model.flops; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -27,6 +27,8 @@ from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from pretrain_translation import TRANSLATION_TASK
 from pretrain_vision import VISION_TASK
 
+pytestmark = pytest.mark.push
+
 CPU = torch.device("cpu")
 GROUPS = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 RUN = "--micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr 1e-2 --device cpu "

@@ -88,6 +88,7 @@ def test_world_that_does_not_fit_names_the_nearest(world: int, expected: str) ->
         ParallelDims.from_world(world, tp=2, pp=2)
 
 
+@pytest.mark.push
 def test_dims_import_no_torch() -> None:
     code = "import sys, megatron.parallel.dims; print('torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

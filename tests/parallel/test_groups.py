@@ -21,6 +21,7 @@ from megatron.parallel.groups import (
     ProcessGroups,
     _edges,  # pyright: ignore[reportPrivateUsage]
 )
+from tests.limits import LIMIT
 from tests.ranks import Ranks, grid
 
 TEXTS = ["", "a", "longer text: é, 漢字\n" * 50, "x" * 10_000]
@@ -67,7 +68,7 @@ def on_rank_outlasting(groups: ProcessGroups, bad_rank: int) -> str:
     def work() -> int:
         if rank == 0:
             # The other ranks ask meanwhile, and wait in no collective.
-            deadline = time.monotonic() + 60.0
+            deadline = time.monotonic() + LIMIT / 2
             while len(asked) < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
         if rank == bad_rank:
@@ -314,6 +315,7 @@ def test_groups_of_every_kind_join_their_ranks(ranks: Ranks) -> None:
         ranks.run(4, on_rank_all_groups, dims)
 
 
+@pytest.mark.push
 def test_so_do_those_of_eight_ranks() -> None:
     ranks = Ranks()
     try:
@@ -329,7 +331,7 @@ def on_rank_apart_from_others(groups: ProcessGroups) -> None:
     with as_on_gpus():
         if rank % 2:
             groups.world.barrier()
-        limit = timedelta(seconds=30)
+        limit = timedelta(seconds=LIMIT / 2)
         edges = _edges([(0, 2), (1, 3)], rank, Group((rank,), 0), limit)
         if rank % 2 == 0:
             groups.world.barrier()

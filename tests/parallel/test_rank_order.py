@@ -17,6 +17,8 @@ from tests.pipeline.grids import masters
 from tests.ranks import Ranks
 from tests.training.harness import make_trainer, metrics_of
 
+pytestmark = pytest.mark.push
+
 MAPPING = "--use-tp-pp-dp-mapping"
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "

@@ -13,6 +13,7 @@ import torch
 from megatron.launch import Launch, Runtime
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
+from tests.tiers import sampled
 from tools import parity
 from tools.parity_cases import CASES, ParityCase, ParityGrid
 from tools.parity_compare import Differences, Gathered, compare, gather
@@ -26,6 +27,8 @@ GRIDS = [
     ParityGrid(pp=2, dp=2, virtual_layers=1),
     ParityGrid(tp=2, pp=2, sequence_parallel=True),
 ]
+ON_PUSH = [ParityGrid(tp=2, dp=2)]
+"""Golden runs hold each path to one rank on each axis of the grid."""
 BY_NAME = {case.name: case for case in CASES}
 SHORT = [
     BY_NAME["dense"],
@@ -56,7 +59,8 @@ def alone(ranks: Ranks) -> list[dict[str, Any]]:
     return ranks.run(1, on_grid, ParityGrid(), SHORT)[0]
 
 
-@pytest.mark.parametrize("sizes", GRIDS, ids=str)
+@pytest.mark.push
+@pytest.mark.parametrize("sizes", sampled(GRIDS, ON_PUSH), ids=str)
 def test_a_grid_computes_what_one_rank_computes(
     ranks: Ranks, alone: list[dict[str, Any]], sizes: ParityGrid
 ) -> None:

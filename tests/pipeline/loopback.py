@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 
 from megatron.pipeline.schedule import Kind, Message
+from tests.limits import LIMIT
 
 T = TypeVar("T")
-SECONDS = 30.0
 
 
 class Mailbox:
@@ -52,7 +52,7 @@ class Mailbox:
 
     def _stand(self, until: Callable[[], bool]) -> None:
         """Wait until the condition `until` holds."""
-        assert self._changed.wait_for(until, SECONDS), "what is waited for never came"
+        assert self._changed.wait_for(until, LIMIT), "what is waited for never came"
 
 
 class DrawnMailbox(Mailbox):
@@ -96,7 +96,7 @@ class DrawnMailbox(Mailbox):
         me = self._me.number
         self._standing[me] = until
         self._rest()
-        assert self._changed.wait_for(lambda: self._turn == me, SECONDS), "never its turn"
+        assert self._changed.wait_for(lambda: self._turn == me, LIMIT), "never its turn"
         self._turn = None
         self._running += 1
 
@@ -183,4 +183,4 @@ class ArrivalLoopback(Loopback):
 def on_threads(ranks: Sequence[Callable[[], T]]) -> list[T]:
     """Run all ranks at once and return their results."""
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return [each.result(SECONDS) for each in [pool.submit(rank) for rank in ranks]]
+        return [each.result(LIMIT) for each in [pool.submit(rank) for rank in ranks]]

@@ -16,9 +16,12 @@ import torch
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.message_driven import WAIT
 from tests.faults.starting import SCRIPT, environment, losses
+from tests.limits import LIMIT
 from tests.pipeline.grids import SMALL, train_by_hand
 from tests.ranks import Ranks, grid
 from tests.training.harness import make_trainer, metrics_of
+
+pytestmark = pytest.mark.push
 
 SCHEDULE = "--pipeline-schedule message-driven"
 DRY = "--attention-dropout 0 --hidden-dropout 0"
@@ -122,7 +125,7 @@ def launched(run_dir: Path, flags: str, *, over: str) -> dict[int, float]:
     command = [*starts[over], SCRIPT, *flags.split(), "--run-dir", str(run_dir)]
     done = subprocess.run(
         command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=300,
+        timeout=LIMIT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return losses(run_dir)

@@ -14,11 +14,15 @@ from megatron.launch import poll
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.schedule import Kind, Message
 from megatron.pipeline.transport import NoTransport
+from tests.limits import LIMIT
 from tests.ranks import Ranks, grid
+
+pytestmark = pytest.mark.push
 
 LARGE = 1 << 20
 """Floats of a message that MPI hands over only while both ends call MPI."""
-SECONDS = 20.0
+SECONDS = LIMIT / 2
+"""Seconds that a rank waits, less than `Ranks` waits for the rank."""
 
 
 def forward(microbatch: int) -> Message:
@@ -29,7 +33,7 @@ def backward(microbatch: int) -> Message:
     return Message(Kind.BACKWARD, microbatch, 0)
 
 
-def transport_on(groups: ProcessGroups, *, size: int = 4, seconds: float = SECONDS, **more: Any):
+def transport_on(groups: ProcessGroups, *, size: int = 4, **more: Any):
     """Return the transport of this rank in a pipeline of all ranks."""
     from megatron.pipeline.mpi_transport import MPITransport, open_mpi_transport
 
@@ -39,7 +43,7 @@ def transport_on(groups: ProcessGroups, *, size: int = 4, seconds: float = SECON
         shape=(size,),
         dtype=torch.float32,
         device=torch.device("cpu"),
-        seconds=seconds,
+        seconds=SECONDS,
         **more,
     )
     assert isinstance(made, MPITransport)
@@ -169,7 +173,7 @@ def while_both_compute(groups: ProcessGroups) -> bool:
     groups.world.barrier()
     if rank == 0:
         transport.send(forward(0), filled(3, LARGE))
-    work, until = torch.ones(64, 64), time.monotonic() + 1.0
+    work, until = torch.ones(64, 64), time.monotonic() + SECONDS
     while time.monotonic() < until and transport.outstanding:
         work = work @ work * 0.01
     moved = transport.outstanding == 0  # only the thread has called MPI
@@ -185,7 +189,8 @@ def test_a_message_moves_while_both_compute(mpi_ranks: Ranks) -> None:
 
 
 def never_sent(groups: ProcessGroups) -> Any:
-    transport = transport_on(groups, size=LARGE, seconds=0.3)
+    transport = transport_on(groups, size=LARGE)
+    transport._seconds = 0.3
     said: list[str] = []
     if groups.world.rank == 0:
         transport.expect([backward(3), backward(4)], unanswered=1)
@@ -201,19 +206,17 @@ def never_sent(groups: ProcessGroups) -> Any:
             transport.wait_for_sends()
         said.append(str(error.value))
     groups.world.barrier()
-    began = time.monotonic()
     transport._progress.close()
-    return said, time.monotonic() - began < 5
+    return said
 
 
 def test_what_does_not_come_is_named_with_its_rank(mpi_ranks: Ranks) -> None:
-    said, closed = zip(*mpi_ranks.run(2, never_sent), strict=True)
-    assert said[0] == [
+    """Ranks also close with a send and receives under way."""
+    assert mpi_ranks.run(2, never_sent)[0] == [
         "rank 1 did not send gradient 3.0 over MPI within 0.3 s",
         "rank 1 did not send gradient 3.0 over MPI within 0.3 s",
         "rank 1 did not take activation 5.0 over MPI within 0.3 s",
     ]
-    assert closed == (True, True), "with a send and receives under way"
 
 
 def sends_are_bounded(groups: ProcessGroups) -> tuple[int, int]:
@@ -319,10 +322,10 @@ def broken_memory(groups: ProcessGroups) -> Any:
 
     transport = transport_on(groups)
     assert isinstance(transport, MPITransport)
-    asked: list[float] = []
+    asked: list[None] = []
 
     def ready() -> bool:
-        asked.append(time.monotonic())
+        asked.append(None)
         if len(asked) > 1:
             raise RuntimeError("the device is gone")
         return False

@@ -25,6 +25,8 @@ from tests.ranks import Ranks
 from tests.ranks import grid as groups_of
 from tests.training.harness import make_trainer
 
+pytestmark = pytest.mark.push
+
 PP, DRIVEN = "--pipeline-model-parallel-size", "--pipeline-schedule message-driven"
 TURNS = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 STEPS = 2

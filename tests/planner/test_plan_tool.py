@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from megatron.config.byte_size import show_bytes
+from tests.limits import LIMIT
 from tools.plan import main
+
+pytestmark = pytest.mark.push
 
 REPO = Path(__file__).resolve().parents[2]
 GPT_2_7B = (
@@ -50,7 +53,7 @@ def test_it_takes_no_torch_and_less_than_two_seconds() -> None:
         env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
     assert "DOES NOT FIT" in done.stdout and max(map(len, done.stdout.splitlines())) <= 100

@@ -25,6 +25,8 @@ from tools.planner.simulation import SimulatedStep, mean_seconds, simulate
 from tools.planner.site import Link, read_site
 from tools.simulate import main
 
+pytestmark = pytest.mark.push
+
 FREE = Link(0.0, 1e30)
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data "

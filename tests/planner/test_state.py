@@ -12,9 +12,12 @@ from megatron.data_parallel.bucket_plan import RankShapes
 from megatron.memory_estimate import RankGrid, state_bytes
 from tests.planner.grids import MODEL, on_rank, planned, run, saved_by
 from tests.ranks import Ranks
+from tests.tiers import sampled
 from tools.planner.plan import Plan
 from tools.planner.site import read_site
 from tools.planner.traffic import step_bytes
+
+pytestmark = pytest.mark.push
 
 SAMO = "--grad-path samo --samo-sparsity 0.7 --samo-pruning random"
 RADIUS = "--radius-density 0.3 --radius-interval 2 --radius-start-iter 1"
@@ -95,6 +98,13 @@ CASES = {
     "lowrank": (4, f"--grad-path lowrank+sparse --lowrank-rank 2 {PP} --lowrank-start-iter 2"),
     "lowrank cut": (4, f"--grad-path lowrank+sparse --bf16 --grad-reduce-in-bf16 {TP}"),
 }  # fmt: skip
+ON_PUSH = (
+    "gated", "in turns", "kahan", "int8 zero", "int8 samo", "int8 offloaded", "samo kept",
+    "sparse fragments", "both", "wire zero", "radius wire", "nodes samo",
+    "radius zero, overlapped", "both nodes", "rolling", "powersgd share", "roundrobin cut",
+    "demo cut", "lowrank",
+)  # fmt: skip
+"""Every path, wire, format and place of the states, and axis of the grid, at least once."""
 IN_SHARDS = ("radius nodes", "rolling nodes", "both nodes")
 """Cases in which ranks of a node select from shards of a bucket."""
 QUESTIONS = 128
@@ -113,7 +123,7 @@ class Spread(NamedTuple):
     sent: Sequence[int]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, ON_PUSH))
 def test_state_and_bytes_sent_are_planned_to_the_byte(
     ranks: Ranks, tmp_path: Path, case: str
 ) -> None:

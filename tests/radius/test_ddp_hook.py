@@ -20,6 +20,8 @@ from tests.radius.loops import INTERVAL, LR, START, Loop, unpacked
 from tests.radius.toys import index_of
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.push
+
 STEPS = 3 * INTERVAL + 1
 
 

@@ -49,7 +49,7 @@ def test_example_learns(ranks: Ranks, example: Path) -> None:
 
 
 # Two interpreters that torch's threads may abort on their way out: not for each change.
-@pytest.mark.matrix
+@pytest.mark.full
 @by_name
 def test_example_runs_under_torchrun(example: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

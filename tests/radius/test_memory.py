@@ -26,6 +26,8 @@ from radius.reducer import RadiusReducer, RadiusSettings
 from tests.planner.shapes import rank_of
 from tools.bench.common.tensors import storages
 
+pytestmark = pytest.mark.push
+
 ENTRIES = 3_000_000 // 64 * 64
 """Entries of one matrix: a dozen chunks."""
 MIB = 2**20

@@ -300,6 +300,7 @@ def test_a_machine_that_can_have_the_kernels_has_them() -> None:
     assert finder.native_library() is not None
 
 
+@pytest.mark.push
 @pytest.mark.parametrize(
     ("text", "usable"),
     [
@@ -336,7 +337,7 @@ def has_avx2() -> bool:
     return {"avx2", "popcnt"} <= set(Path("/proc/cpuinfo").read_text().split())
 
 
-@pytest.mark.slow
+@pytest.mark.push
 @pytest.mark.parametrize("compiler", ["false", COMPILER])
 def test_the_package_installs_with_a_compiler_and_without(
     tmp_path: Path, compiler: str | None

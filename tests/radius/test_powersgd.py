@@ -18,6 +18,8 @@ from tests.contract.harness import copies
 from tests.radius.functional_ranks import bucket_of, equals_dense, fill, infos_of, mean_of, random
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.push
+
 SHAPES = {"wide": (6, 50), "small": (3, 4), "tall": (40, 9)}
 COMPRESSED = ("wide", "tall")
 RANK, SEED = 2, 5

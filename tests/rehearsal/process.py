@@ -12,10 +12,10 @@ from typing import IO, Any
 
 import pytest
 
+from tests.limits import LIMIT
 from tests.rehearsal import guard
 from tests.rehearsal.findings import REPO
 
-TIMEOUT_SECONDS = 240.0
 reason = guard.missing()
 needs_rehearsal = pytest.mark.skipif(reason is not None, reason=str(reason))
 
@@ -67,4 +67,4 @@ class Rehearsal:
 def _line_in_time(stream: IO[str]) -> str:
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
-        return stream.readline() if selector.select(TIMEOUT_SECONDS) else ""
+        return stream.readline() if selector.select(LIMIT) else ""

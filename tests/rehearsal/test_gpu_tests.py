@@ -33,6 +33,7 @@ CASES = [
 ]
 
 
+@pytest.mark.push
 @pytest.mark.parametrize(("module", "name"), CASES, ids=lambda part: part.removeprefix("test_"))
 def test_it_passes(module: str, name: str, rehearsal: Rehearsal) -> None:
     for left_out in (module, name):

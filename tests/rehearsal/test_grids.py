@@ -12,8 +12,9 @@ from tests.rehearsal.nccl_log import Call, disagreements
 from tests.rehearsal.process import needs_rehearsal
 from tests.rehearsal.ranks import call
 from tests.rehearsal.test_training import HOST_WAITS, SAMO, loss_bound
+from tests.tiers import sampled
 
-pytestmark = needs_rehearsal
+pytestmark = [needs_rehearsal, pytest.mark.push]
 RADIUS = "--radius-interval 2 --radius-start-iter 0"  # the third step sends what was selected
 SCALED = "--fp16 --initial-loss-scale 65536 --accumulate-allreduce-grads-in-fp32"
 SEQUENCE = "--sequence-parallel --num-layers 1 --global-batch-size 2"
@@ -37,10 +38,12 @@ CASES = {  # tensor- and pipeline-parallel ranks, flags, what travels over NCCL 
         {"send", "receive"},
     ),
 }
+ON_PUSH = ("sharded-overlapped-fp32", "samo-radius-fp16", "sequence-bf16", "interleaved-fp32")
+"""Everything that travels over NCCL, at least once."""
 STEPS = 3
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, ON_PUSH))
 def test_steps_equal_those_on_cpus(name: str, device_ranks: Ranks) -> None:
     grid, flags, kinds = CASES[name]
     calls = check(device_ranks, name, grid, flags)

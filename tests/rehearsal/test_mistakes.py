@@ -6,7 +6,7 @@ import pytest
 
 from tests.rehearsal.process import Rehearsal, needs_rehearsal
 
-pytestmark = needs_rehearsal
+pytestmark = [needs_rehearsal, pytest.mark.push]
 
 
 def test_each_wait_that_is_dropped_is_noticed(rehearsal: Rehearsal) -> None:

@@ -10,6 +10,7 @@ from pytest import approx
 
 from radius.path import RadiusConfig
 from tests.rehearsal.process import Rehearsal, needs_rehearsal
+from tests.tiers import sampled
 
 pytestmark = needs_rehearsal
 RADIUS = "--grad-path radius --radius-interval 3 --radius-start-iter 1"
@@ -43,6 +44,11 @@ CASES = {
     "roundrobin-bf16": "--bf16 --grad-path roundrobin --roundrobin-interval 2",
     "demo-fp32": "--grad-path demo --demo-sign false",
 }
+ON_PUSH = (
+    "dense-bf16-recompute", "dense-fp16-dropout", "documents-bf16", "offload-clipped",
+    "radius-rolling-fp32", "radius-bf16", "samo-dsr-bf16", "powersgd-bf16",
+)  # fmt: skip
+"""One case of each kind of stream, copy and kernel."""
 # What the host waits for in every step. It may need no more: each wait drains the device's queue.
 HOST_WAITS = [
     "megatron/data_parallel/engine.py _agree: copy to the host",
@@ -53,7 +59,8 @@ REWIRED = ("samo-dsr-bf16", 4)
 """The step after which the network is rewired, which the host plans."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.push
+@pytest.mark.parametrize("name", sampled(CASES, ON_PUSH))
 def test_steps_equal_those_on_the_cpu(name: str, rehearsal: Rehearsal) -> None:
     found = rehearsal.call("tests.rehearsal.training:compare", flags=CASES[name])
     assert found["wrong"] == []

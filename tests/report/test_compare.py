@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.report import compare, read_run
+from tests.limits import LIMIT
+from tests.program import WITHOUT_PICTURES
 from tools.report import main
 
 from .test_report import make_run
@@ -100,9 +103,10 @@ def test_tool_runs_from_anywhere_without_torch(first: Path, tmp_path: Path) -> N
     done = subprocess.run(
         [sys.executable, "-c", program, str(tool), str(first)],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(WITHOUT_PICTURES)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(first / "report.html")

@@ -3,9 +3,11 @@ ones."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.triton_process import needs_triton, run_module
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.push]
 
 
 def test_kernels_equal_plain_torch() -> None:

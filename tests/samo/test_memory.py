@@ -21,6 +21,8 @@ from tests.training.harness import NO_DROPOUT, make_trainer
 from tools.bench.common.tensors import storages
 from tools.bench.samo_memory.model_state import ModelState, count, watch_gradients
 
+pytestmark = pytest.mark.push
+
 # 500 tokens are padded to 512 rows; no activation (2 * 40 tokens) has the shape of a weight. No
 # batch is read ahead, as its tensors would be counted.
 FLAGS = (

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # A Slurm of four nodes on this machine, whose jobs run for real. As root; Debian's packages are
 # slurmctld, slurmd, slurm-client and munge.
-#   cluster.sh start FOLDER PORT   controller at PORT, nodes at the four ports after it
-#   cluster.sh stop FOLDER         ends what start began, and nothing else
+#   cluster.sh start FOLDER PORT SECONDS   controller at PORT, nodes at the four ports after it
+#   cluster.sh stop FOLDER                 ends what start began, and nothing else
+# The start fails with exit code 98 (EADDRINUSE) if another program has one of the ports, and with 1
+# if the nodes do not come up within so many seconds.
 # Everything lies in FOLDER, also the daemons' key; SLURM_CONF=FOLDER/slurm.conf chooses it. Node
 # names are known to Slurm alone, as they are behind some clusters' front ends.
 set -euo pipefail
@@ -24,7 +26,7 @@ stop() {
 }
 
 start() {
-  local port=${1:?a port} host node
+  local port=${1:?a port} seconds=${2:?seconds} host node
   host=$(hostname)
   mkdir -p "$folder/state"
   # Munge wants a folder that nobody else can write to, and none that hides its socket.
@@ -70,8 +72,12 @@ CONF
     --seed-file="$folder/munged.seed" 2>"$folder/munged.err"
   slurmctld -c
   for node in {0..3}; do slurmd -N "node$node"; done
-  for _ in {1..100}; do
+  for ((SECONDS = 0; SECONDS < seconds; )); do
     if [[ $(sinfo -h -N -o %T 2>/dev/null) == $'idle\nidle\nidle\nidle' ]]; then return; fi
+    if grep -qs 'Address already in use' "$folder"/slurm*.log; then
+      echo "cluster.sh: a port from $port to $((port + 4)) is in use" >&2
+      return 98
+    fi
     sleep 0.2
   done
   echo "cluster.sh: the nodes did not come up; see $folder/*.log" >&2
@@ -79,7 +85,7 @@ CONF
 }
 
 case $verb in
-  start) start "${3:-}" ;;
+  start) start "${3:-}" "${4:-}" ;;
   stop) stop ;;
   *)
     echo "cluster.sh: $verb: start or stop" >&2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.fault_tolerance import heartbeat
+from megatron.launch import PORTS
+from tests.limits import LIMIT
 
 REPO = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).parent
@@ -22,6 +27,8 @@ OURS = (
     "OMPI_", "TORCHELASTIC_", "SPARSETRON_FAULT",
 )  # fmt: skip
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+STARTS = 5
+"""Number of times that the daemons are started, if their ports are in use."""
 CANARY = "canary-5e0c1b"
 """A secret in the environment of every job, which no file of any run may contain."""
 
@@ -65,18 +72,27 @@ class Cluster:
     hurried: set[str] = field(default_factory=set)
 
     def start(self) -> None:
-        """Start the daemons; raise `RuntimeError` with their messages if the start fails."""
-        port = str(free_ports(5))
-        command = [HERE / "cluster.sh", "start", self.folder, port]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
+        """Start the daemons, again with other ports if another program took the ports first.
+
+        Raises `RuntimeError` with the daemons' messages if the start fails.
+        """
+        for left in reversed(range(STARTS)):
+            settings = [str(free_ports(5)), str(int(LIMIT / 2))]
+            command = [HERE / "cluster.sh", "start", self.folder, *settings]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+            if done.returncode == 0:
+                return
+            if done.returncode != errno.EADDRINUSE or not left:
+                raise RuntimeError(done.stderr)
+            self._end_daemons()
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
 
     def stop(self) -> None:
         """End all jobs and daemons."""
         self.call("scancel", "--user=root", "--signal=KILL", "--full")
         self.call("scancel", "--user=root")
-        subprocess.run([HERE / "cluster.sh", "stop", self.folder], timeout=60, check=True)
+        self._end_daemons()
 
     def environment(self, **more: str) -> dict[str, str]:
         """Return the environment of a user of this Slurm, with `more` added."""
@@ -87,7 +103,7 @@ class Cluster:
     def call(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a Slurm command."""
         return subprocess.run(
-            command, env=self.environment(), capture_output=True, text=True, timeout=60
+            command, env=self.environment(), capture_output=True, text=True, timeout=LIMIT
         )
 
     def launch(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -98,7 +114,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT,
             cwd=self.folder,
         )
 
@@ -128,6 +144,9 @@ class Cluster:
             for job in self.jobs:
                 self._tend(job)
             time.sleep(0.2)
+
+    def _end_daemons(self) -> None:
+        subprocess.run([HERE / "cluster.sh", "stop", self.folder], timeout=LIMIT, check=True)
 
     def _look(self) -> None:
         table = self.call("scontrol", "--oneliner", "show", "job").stdout
@@ -174,7 +193,7 @@ def is_ending(job: SlurmJob) -> bool:
 
 def free_ports(count: int) -> int:
     """Return the first of `count` consecutive free ports, below the kernel's ephemeral ports."""
-    for first in range(20000 + os.getpid() % 10000, 32000, count):
+    for first in random.SystemRandom().sample(range(PORTS.start, PORTS.stop - count + 1), 100):
         try:
             for port in range(first, first + count):
                 with socket.socket() as probe:

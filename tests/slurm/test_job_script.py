@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import LIMIT
 from tests.slurm.harness import CANARY, OURS, REPO, Cluster, SlurmJob
+
+pytestmark = pytest.mark.push
 
 LAUNCH = REPO / "scripts" / "launch.sh"
 FLAGS = ("--mock-data", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4")
@@ -41,7 +44,7 @@ def dry(
     command = [str(LAUNCH), "--dry-run", *arguments, "--", *FLAGS, *toy]
     command += ["--global-batch-size", "64", "--train-iters", "2", *flags]
     return subprocess.run(
-        command, env=env | more, cwd=cwd, capture_output=True, text=True, timeout=120
+        command, env=env | more, cwd=cwd, capture_output=True, text=True, timeout=LIMIT
     )
 
 
@@ -76,6 +79,7 @@ def test_a_log_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     assert f"{tmp_path.resolve()}/runs/a/logs cannot be made here" in shown.stderr
 
 
+@pytest.mark.waits
 def test_a_printed_script_can_be_submitted_from_any_folder(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -94,11 +98,12 @@ def test_a_printed_script_can_be_submitted_from_any_folder(
     assert answer.returncode == 0, answer.stderr
     job = SlurmJob(run_dir, answer.stdout.strip())
     cluster.jobs.append(job)
-    cluster.follow(limit=120)
+    cluster.follow(limit=LIMIT)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job
     assert f"job {job.number} (restarted 0 times)" in job.log
 
 
+@pytest.mark.waits
 def test_ranks_of_a_job_without_the_users_environment_have_that_of_the_launcher(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -111,7 +116,7 @@ def test_ranks_of_a_job_without_the_users_environment_have_that_of_the_launcher(
         PROGRAM=str(program),
         OMP_NUM_THREADS="3",
     )
-    cluster.follow(limit=120)
+    cluster.follow(limit=LIMIT)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job
     (rank,) = (tmp_path / "run" / "logs").glob(f"run-{job.number}-0.log")
     assert "threads 3" in rank.read_text()
@@ -295,6 +300,7 @@ def test_srun_brings_mpi_where_the_pipeline_needs_it(
     assert "--kill-on-bad-exit=1 --wait=60" in shown.stdout
 
 
+@pytest.mark.waits
 def test_slurm_is_asked_whether_it_would_take_the_job(cluster: Cluster) -> None:
     flags = ("--", "--mock-data", "--vocab-size", "96", "--global-batch-size", "160")
     config = str(REPO / "configs" / "gpt_tiny.yaml")

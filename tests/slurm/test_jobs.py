@@ -13,9 +13,12 @@ import pytest
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.verify import read_manifest
 from megatron.parallel.groups import ProcessGroups
+from tests.limits import LIMIT
 from tests.ranks import Ranks, grid
 from tests.slurm.harness import CANARY, HERE, REPO, Cluster, SlurmJob
 from tests.training.harness import TINY, metrics_of, train
+
+pytestmark = [pytest.mark.push, pytest.mark.waits]
 
 RADIUS = "--radius-start-iter 2 --radius-interval 2"
 PATHS = {
@@ -95,7 +98,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
             found[name] = submit(name, MESSAGES, sbatch=pair, **plain, **more)
         found["no-plugin"] = submit("no-plugin", MESSAGES, sbatch=pair, **plain, **NO_PLUGIN)
         found["no-mpi"] = submit("no-mpi", MESSAGES, sbatch=pair, **plain, **NO_MPI)
-    cluster.follow(limit=600)
+    cluster.follow(limit=2.5 * LIMIT)
     return found
 
 

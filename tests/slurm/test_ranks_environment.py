@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import LIMIT
 from tests.slurm.harness import OURS, REPO
+
+pytestmark = pytest.mark.push
 
 SHOW = 'echo "threads ${OMP_NUM_THREADS-none}, master ${MASTER_ADDR-none}"'
 TWO_NODES = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
@@ -32,7 +35,9 @@ def told(folder: Path, programs: dict[str, str], *arguments: str, **more: str) -
     env |= {"PROGRAM": "train.py", "RUN_DIR": str(folder / "run"), "OMP_NUM_THREADS": "", **more}
     env["MPIEXEC"] = str(folder / "mpiexec")
     command = [str(REPO / "scripts" / "launch.sh"), *arguments]
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr + done.stdout
 

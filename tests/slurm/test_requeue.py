@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.limits import LIMIT
 from tests.slurm.harness import HERE, Cluster, SlurmJob
+
+pytestmark = [pytest.mark.push, pytest.mark.waits]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         more: dict[str, Any] = dict(case.more)
         program = str(HERE / "stub.py")
         found[name] = cluster.submit(folder / name, f"--plan {case.plan}", PROGRAM=program, **more)
-    cluster.follow(limit=300)
+    cluster.follow(limit=1.5 * LIMIT)
     return found
 
 

@@ -7,11 +7,16 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from tests.limits import LIMIT
 from tests.slurm.harness import REPO, Cluster
 from tests.studies.files import NAMES, write_study
 from tools.studies.rows import read_rows
 
-LONGEST = 300.0
+pytestmark = [pytest.mark.push, pytest.mark.waits]
+
+LONGEST = 1.5 * LIMIT
 """Seconds after which the jobs of the study must have ended."""
 
 
@@ -23,7 +28,7 @@ def study(cluster: Cluster, path: Path, *flags: str) -> str:
         capture_output=True,
         text=True,
         cwd=path.parent,
-        timeout=120,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

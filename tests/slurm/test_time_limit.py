@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import LIMIT
 from tests.slurm.harness import REPO
 from tests.slurm.test_job_script import dry
+
+pytestmark = pytest.mark.push
 
 WATCH = """
 source {repo}/scripts/common.sh
 source {repo}/scripts/slurm.sh
+unset SECONDS  # from here on a variable that only `sleep` advances
+SECONDS=0
 sleep() {{ echo "slept $1"; SECONDS=$((SECONDS + $1)); }}
 hand_on() {{ echo "sent $1"; }}
 SLURM_JOB_ID=1 {settings}
@@ -39,7 +44,7 @@ def watched(
         env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

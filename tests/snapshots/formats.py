@@ -6,8 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -21,6 +19,7 @@ from megatron.config.fields import FieldSpec, specs_of
 from megatron.config.gpt import SECTIONS
 from megatron.config.megatron_flags import MEGATRON_NAMES
 from pretrain_gpt import GRADIENT_PATHS
+from tests import program
 from tests.config.helpers import task_of
 from tests.data.pairs import write_pair
 from tests.snapshots.errors import errors
@@ -140,12 +139,10 @@ def run_files(folder: Path) -> str:
 
 def _files_of_run(run: Path, more: str) -> list[str]:
     # A process of its own, since a run takes hold of signals and threads.
-    command = [sys.executable, str(REPO / "pretrain_gpt.py"), *RUN.split(), *more.split()]
+    argv = [*RUN.split(), *more.split(), "--run-dir", str(run)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [*command, "--run-dir", str(run)], env=environment, capture_output=True, text=True
-    )
+    done = program.run(REPO / "pretrain_gpt.py", argv, env=environment, cwd=run.parent)
     assert done.returncode == 0, done.stderr
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     # The picture needs an optional package.

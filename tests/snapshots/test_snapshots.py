@@ -7,6 +7,8 @@ import pytest
 from tests.snapshots.formats import SNAPSHOTS
 from tests.snapshots.record import RECORDED, compare
 
+pytestmark = pytest.mark.push
+
 
 @pytest.mark.parametrize("name", SNAPSHOTS)
 def test_the_format_is_the_recorded_one(name: str) -> None:

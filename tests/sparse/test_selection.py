@@ -27,6 +27,7 @@ from megatron.sparse.selection import (
     select_largest_each,
 )
 from megatron.sparse.shard import FlatShard
+from tests.limits import LIMIT
 from tests.triton_process import needs_triton
 
 DENORMAL = 1e-40
@@ -148,7 +149,7 @@ class Together:
     """Threads that run a function as every rank of a group, with a sum over the group."""
 
     def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=60)
+        self.barrier = threading.Barrier(ranks, timeout=LIMIT)
         self.offered: list[torch.Tensor] = [torch.empty(0)] * ranks
         self.calls = [0] * ranks
 

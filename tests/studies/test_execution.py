@@ -16,6 +16,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.status import Status, write_status
+from tests.limits import LIMIT
 from tests.studies.files import NAMES, row, write_study
 from tools import study as tool
 from tools.studies import execution as execution_module
@@ -137,6 +138,7 @@ def test_a_failed_run_is_told_and_can_be_made_alone(tmp_path: Path) -> None:
     assert launcher.starts == ["dense_bf16-seed1"] and list(execution.done) == NAMES
 
 
+@pytest.mark.push
 def test_each_finished_model_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     score = f"scores: {{b: {{task: blimp, file: '{tmp_path}/f', figure: accuracy}}}}\nruns:"
     path = write_study(tmp_path, ("runs:", score))
@@ -262,7 +264,7 @@ def test_a_fork_waits_for_its_checkpoint_and_not_for_the_end_of_its_base(tmp_pat
                 while "dense-seed1: in use; waits" not in lines:
                     assert not made.done(), "there is no checkpoint"
                 later.rename(checkpoint)
-                row = made.result(timeout=20)
+                row = made.result(timeout=LIMIT)
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)
         assert row.name == "dense_int4-seed1" and launcher.starts[-1] == row.name
@@ -543,6 +545,7 @@ def test_a_disk_without_locks_takes_rows(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(read_rows(tmp_path / "rows.jsonl")) == 1
 
 
+@pytest.mark.push
 def test_a_real_study_is_made_in_two_starts_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ def test_runs_ask_for_the_files_that_are_made() -> None:
         assert asked[f"{{data}}/{name}"] == SHA256[name]
 
 
+@pytest.mark.push
 def test_the_tokenizer_of_the_runs_is_made_from_the_text(shared_data: Path, tmp_path: Path) -> None:
     text, made = shared_data / "wikipedia-en-2019", tmp_path / "tokenizer.json"
     study = read_study(ARTICLES.with_name("tier_s.yaml"))
@@ -193,6 +194,7 @@ def expect(monkeypatch: pytest.MonkeyPatch, written: dict[str, str]) -> None:
         monkeypatch.setitem(SHA256, name, digest)
 
 
+@pytest.mark.push
 def test_files_are_written_from_two_clones(
     tmp_path: Path, sources: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +207,7 @@ def test_files_are_written_from_two_clones(
     assert written == WRITTEN
 
 
+@pytest.mark.push
 def test_another_text_and_a_clone_that_lacks_it_are_refused(
     tmp_path: Path,
     sources: tuple[Path, Path],

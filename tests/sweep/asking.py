@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.limits import LIMIT
 from tests.sweep.worker import READY
 
 REPO = Path(__file__).resolve().parents[2]
@@ -21,9 +22,8 @@ LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI_", "OMPI_", "PALS_", "TORCHELASTIC_",
     "SPARSETRON_FAULT", "MPI_",
 )  # fmt: skip
-CPU_SECONDS = 20.0
+CPU_SECONDS = LIMIT / 12
 """Own CPU seconds after which a command counts as hanging; the slowest command takes two."""
-WALL_SECONDS = 180.0
 LINE_LENGTH = 12_000
 """Maximum characters of a refusal; a path of 5,000 may occur in it twice."""
 
@@ -68,6 +68,7 @@ class Worker:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ending = False
 
     def ask(self, case: SweepCase, cwd: Path | None = None) -> Answer:
         """Return the answer to a case, run in `cwd`."""
@@ -111,12 +112,12 @@ class Worker:
         os.close(theirs_in)
         os.close(theirs_out)
         self._requests = os.fdopen(ours_out, "wb")
-        self._answers = ours_in
+        self._answers, self._is_ending = ours_in, False
         assert self._line().decode().strip() == READY, "the worker does not start"
 
     def _line(self) -> bytes:
         """Return a line of the answers; it is empty if the process ends or time runs out."""
-        line, deadline, most = b"", time.monotonic() + WALL_SECONDS, self._cpu() + CPU_SECONDS
+        line, deadline, most = b"", time.monotonic() + LIMIT, self._cpu() + CPU_SECONDS
         while not line.endswith(b"\n"):
             if not select.select([self._answers], [], [], 1.0)[0]:
                 if time.monotonic() < deadline and self._cpu() < most:
@@ -124,6 +125,7 @@ class Worker:
                 return b""
             part = os.read(self._answers, 1 << 16)
             if not part:
+                self._is_ending = True
                 return b""
             line += part
         return line
@@ -147,11 +149,11 @@ class Worker:
         with suppress(BrokenPipeError):
             self._requests.close()
         try:
-            why = f"its process ended with {process.wait(0.5)}"
+            why = f"its process ended with {process.wait(LIMIT if self._is_ending else 0.5)}"
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            why = f"no answer in {CPU_SECONDS:.0f} s of computing or {WALL_SECONDS:.0f} s"
+            why = f"no answer in {CPU_SECONDS:.0f} s of computing or {LIMIT:.0f} s"
         return why
 
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.limits import LIMIT
 from tests.sweep.asking import LAUNCHERS, REPO, SweepCase, Worker
 
 WORDS = "the cat sat on a mat and one dog saw how it ran over there with all its might".split()
@@ -97,5 +98,5 @@ def _train(samples: Samples) -> None:
     command += ["--data-path", str(samples.prefix), "--run-dir", str(samples.run)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "WANDB_MODE": "offline"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr

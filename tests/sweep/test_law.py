@@ -40,6 +40,7 @@ def test_everything_else_is_wrong(err: str, code: int | None, what: str) -> None
     assert what in found(err, code)
 
 
+@pytest.mark.push
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
     worker = Worker(tmp_path)

@@ -13,8 +13,8 @@ from tests.sweep.samples import Samples
 
 SEED = 1
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits memory as Linux does"),
+    pytest.mark.push,
 ]
 
 

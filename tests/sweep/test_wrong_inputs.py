@@ -13,8 +13,8 @@ from tests.sweep.samples import Samples
 from tests.sweep.tool_cases import tool_cases
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits memory as Linux does"),
+    pytest.mark.push,
 ]
 Record = Callable[[str, object], None]
 

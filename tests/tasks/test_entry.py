@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import program
+from tests.limits import LIMIT
+from tests.program import REPO, WITHOUT_PICTURES
 from tests.sweep.asking import LAUNCHERS
 from tests.tasks.toy import TOY
 
-REPO = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.push
+
+PATH = f"{WITHOUT_PICTURES}:{REPO}"
 TOY_SCRIPT = "tests/tasks/toy.py"
 SHORT = "--micro-batch-size 4 --global-batch-size 8 --train-iters 2 --lr 0.01 --device cpu"
 
@@ -20,10 +25,15 @@ SHORT = "--micro-batch-size 4 --global-batch-size 8 --train-iters 2 --lr 0.01 --
 def launch(folder: Path, flags: str, *, dry: bool = False, **variables: str):
     """`scripts/launch.sh` in a folder, with these variables."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    known = {"PYTHON": sys.executable, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    known = {"PYTHON": sys.executable, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
     command = [str(REPO / "scripts" / "launch.sh"), *["--dry-run"] * dry, "--", *flags.split()]
     return subprocess.run(
-        command, cwd=folder, env=kept | known | variables, capture_output=True, text=True
+        command,
+        cwd=folder,
+        env=kept | known | variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
     )
 
 
@@ -35,7 +45,8 @@ def test_the_launcher_starts_the_script_that_it_is_told(tmp_path: Path, ranks: s
     assert (run / "report.html").is_file()
     for tool in ("status.py", "verify_checkpoint.py", "report.py"):
         command = [sys.executable, str(REPO / "tools" / tool), str(run)]
-        told = subprocess.run(command, capture_output=True, text=True)
+        env = os.environ | {"PYTHONPATH": PATH}
+        told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
         assert told.returncode == 0, told.stderr
     assert (
         (run / "config.yaml").read_text().startswith("# All settings of a run of pretrain_toy.py;")
@@ -57,12 +68,8 @@ def test_the_first_line_of_the_configuration_may_name_the_script(tmp_path: Path)
 
 def run_toy(*flags: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    return subprocess.run(
-        [sys.executable, str(REPO / TOY_SCRIPT), *flags],
-        env=kept | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    env = kept | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    return program.run(REPO / TOY_SCRIPT, flags, env=env, cwd=REPO)
 
 
 def test_mistakes_and_usage_are_those_of_the_task(tmp_path: Path) -> None:

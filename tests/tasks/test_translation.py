@@ -26,11 +26,15 @@ from megatron.model.dc_transformer import DCTransformer
 from megatron.tasks.translation_config import TranslationConfig
 from pretrain_gpt import GRADIENT_PATHS
 from pretrain_translation import TRANSLATION_TASK, main
+from tests import program
 from tests.data.translation_data import write_data
+from tests.limits import LIMIT
 from tests.model.translations import slow_logits, slow_sums
 from tests.ranks import Ranks
 from tests.training.harness import metrics_of, train
 from tools.run_model import PARAM
+
+pytestmark = pytest.mark.push
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_translation.py"
 SHAPE = (
@@ -271,14 +275,14 @@ def test_a_killed_run_goes_on_bitwise(pairs: PairPaths, tmp_path: Path) -> None:
     flags = [*SHORT.split(), "--data-path", pairs.prefix, *DROPOUT.split()]
     flags += ["--train-iters", "40", "--save-interval", "5"]
 
-    def start(folder: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(PROGRAM), *flags, "--run-dir", str(folder)]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    def start(folder: Path) -> program.Program:
+        argv = [*flags, "--run-dir", str(folder)]
+        return program.start(PROGRAM, argv, env=os.environ, cwd=tmp_path)
 
     cut = start(tmp_path / "cut")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LIMIT
     while not (tmp_path / "cut" / "checkpoints" / "step_00000010").is_dir():
-        assert cut.poll() is None, cut.communicate()[1].decode()
+        assert cut.poll() is None, cut.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.01)
     cut.send_signal(signal.SIGKILL)
@@ -288,8 +292,8 @@ def test_a_killed_run_goes_on_bitwise(pairs: PairPaths, tmp_path: Path) -> None:
     assert 2 * steps[0].step < epoch
     for folder in ("cut", "whole"):
         process = start(tmp_path / folder)
-        _, told = process.communicate(timeout=120)
-        assert process.returncode == 0, told.decode()
+        _, told = process.communicate(timeout=LIMIT)
+        assert process.returncode == 0, told
     losses = [metrics_of(tmp_path / folder, "loss") for folder in ("cut", "whole")]
     assert losses[0] == losses[1] and len(losses[0]) == 40
     step = "checkpoints/step_00000040"
@@ -382,12 +386,16 @@ def test_the_script_starts_the_program_of_the_task(pairs: PairPaths) -> None:
     script = PROGRAM.parent / "scripts" / "dc_transformer_de_en.sh"
     command = [str(script), "--dry-run", "--", "--data-path", pairs.prefix, "--max-tokens", "999"]
     environment = {**os.environ, "PYTHON": sys.executable, "GRAD_PATH": "samo"}
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert shown.returncode == 0, shown.stderr
     for part in ("pretrain_translation.py", "--grad-path samo", "runs/dc_transformer_de_en"):
         assert part in shown.stdout
     refused = subprocess.run(
-        [*command, "--embed-dim", "3"], env=environment, capture_output=True, text=True, timeout=120
+        [*command, "--embed-dim", "3"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
     )
     assert refused.returncode == 2 and "embed_dim 3 is not a multiple" in refused.stderr
 

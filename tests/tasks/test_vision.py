@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -28,11 +26,15 @@ from megatron.report import read_run
 from pretrain_gpt import GRADIENT_PATHS
 from pretrain_vision import VISION_TASK, main
 from samo.pruning import magnitude
+from tests import program
 from tests.data.image_files import write_cifar10
+from tests.limits import LIMIT
 from tests.model import plain_networks
 from tests.ranks import Ranks
 from tests.tasks.test_toy import PATHS, equal
 from tests.training.harness import make_trainer, metrics_of, train
+
+pytestmark = pytest.mark.push
 
 REPO = Path(__file__).resolve().parents[2]
 SGD = (
@@ -336,24 +338,27 @@ def _hashes(run_dir: Path) -> Any:
 def test_a_killed_run_comes_to_the_same_end(tmp_path: Path) -> None:
     write_cifar10(tmp_path / "images", records=32)
     flags = WRN.replace("--mock-data --mock-images 64 --num-classes 4", "--num-classes 10")
-    command = [sys.executable, "pretrain_vision.py", *flags.split(), *SGD.split()]
-    command += ["--data-path", str(tmp_path / "images"), "--train-iters", "12"]
-    command += ["--save-interval", "2", "--lr-multi-step-iters", "7"]
+    argv = [*flags.split(), *SGD.split(), "--data-path", str(tmp_path / "images")]
+    argv += ["--train-iters", "12", "--save-interval", "2", "--lr-multi-step-iters", "7"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
 
-    def start(name: str) -> subprocess.Popen[bytes]:
-        line = [*command, "--run-dir", str(tmp_path / name)]
-        return subprocess.Popen(line, cwd=REPO, env=environment, stdout=subprocess.DEVNULL)
+    def start(name: str) -> program.Program:
+        line = [*argv, "--run-dir", str(tmp_path / name)]
+        return program.start(REPO / "pretrain_vision.py", line, env=environment, cwd=REPO)
 
-    assert start("whole").wait(timeout=300) == 0
+    def finish(process: program.Program) -> int:
+        process.communicate(LIMIT)
+        return process.wait()
+
+    assert finish(start("whole")) == 0
     process = start("killed")
     wanted = tmp_path / "killed" / "checkpoints" / "step_00000004"
     while not wanted.is_dir():
         assert process.poll() is None, "the run ended before it could be killed"
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=60)
-    assert start("killed").wait(timeout=300) == 0
+    assert finish(process) == -signal.SIGKILL
+    assert finish(start("killed")) == 0
     assert _hashes(tmp_path / "killed") == _hashes(tmp_path / "whole")
     assert metrics_of(tmp_path / "killed", "loss") == metrics_of(tmp_path / "whole", "loss")
 

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import LIMIT
+
+pytestmark = pytest.mark.push
+
 REPO = Path(__file__).resolve().parents[2]
 COMPARISON = """
 import torch
@@ -48,6 +52,6 @@ def test_kernels_equal_plain_torch() -> None:
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr

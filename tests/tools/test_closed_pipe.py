@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import LIMIT
+
 REPO = Path(__file__).resolve().parents[2]
 TOOLS = ("check_data", "evaluate", "generate", "plan", "report", "simulate", "status") + (
     *("export_hf", "import_hf", "verify_checkpoint", "zero_shot"),
@@ -32,7 +34,7 @@ def test_a_program_ends_silently_with_its_reader(command: str) -> None:
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=LIMIT,
         )
     finally:
         os.close(writer)

@@ -14,7 +14,10 @@ import torch
 
 from megatron import launch
 from megatron.status import read_status
+from tests.limits import LIMIT
 from tools import doctor_host, doctor_ranks, doctor_settings
+
+pytestmark = pytest.mark.push
 
 DOCTOR = Path(__file__).resolve().parents[2] / "tools" / "doctor.sh"
 CANARY = "canary-4711"
@@ -28,11 +31,10 @@ def doctor(*arguments: str | Path, **environment: str) -> subprocess.CompletedPr
         env=env | {"PYTHON": sys.executable} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT,
     )
 
 
-@pytest.mark.slow
 def test_a_sound_machine_has_no_problem_and_keeps_its_secrets(tmp_path: Path) -> None:
     run = tmp_path / "a run"
     run.mkdir()

@@ -25,9 +25,9 @@ from tools.evaluation.zero_shot import ZERO_SHOT
 from tools.run_model import find_model
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not harness.is_installed(), reason="optional package: lm_eval[hf]"),
-    pytest.mark.filterwarnings("ignore"),  # of the harness and the packages that it loads
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.push,
 ]
 TEXTS = ["the cat sat on the mat", "the dog sat on\n\nthe log and the mat " * 20, "a cat, élan"]
 CHOICES = [

@@ -29,12 +29,15 @@ from megatron.model.gpt import GPT
 from megatron.model.huggingface_config import from_hf_config
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
+from tests.limits import LIMIT
 from tests.ranks import Ranks, grid
 from tests.tools.runs import make_model_run
 from tests.training.harness import TINY, train
 from tools import evaluate, export_hf, generate, import_hf, zero_shot
 from tools.hf_tokenizer import files_of_folder
 from tools.run_model import find_model
+
+pytestmark = pytest.mark.push
 
 VOCAB = 101
 FORMS = {
@@ -320,7 +323,7 @@ def test_an_import_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     os.close(reader)
     command = [sys.executable, "-u", import_hf.__file__, str(source), str(output)]
     try:
-        subprocess.run(command, stdout=writer, check=False, timeout=120)
+        subprocess.run(command, stdout=writer, check=False, timeout=LIMIT)
     finally:
         os.close(writer)
     assert find_model(output).step.is_dir() and (output / "model.yaml").is_file()
@@ -375,7 +378,6 @@ metric_list: [{{metric: perplexity}}, {{metric: acc}}]
 """
 
 
-@pytest.mark.slow
 def test_the_evaluation_harness_finds_what_our_tool_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

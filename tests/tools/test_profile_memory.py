@@ -12,6 +12,8 @@ import torch
 
 from tools import profile_memory
 
+pytestmark = pytest.mark.push
+
 REPO = Path(__file__).resolve().parents[2]
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "

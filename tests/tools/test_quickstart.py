@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import LIMIT
 from tests.slurm.harness import OURS
+
+pytestmark = pytest.mark.push
 
 REPO = Path(__file__).resolve().parents[2]
 PYTHON = """#!/bin/sh
@@ -39,7 +42,7 @@ def calls(folder: Path, gpus: int, capability: str, **more: str) -> list[str]:
     env |= {"VENV": str(folder / "venv"), "DATA": str(folder / "data"), "PYTHON": ""}
     env |= {"RUN_DIR": str(folder / "runs"), **more}
     script = str(REPO / "scripts" / "quickstart.sh")
-    done = subprocess.run([script], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([script], env=env, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     return (folder / "calls").read_text().splitlines()
 

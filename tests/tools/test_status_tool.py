@@ -23,6 +23,7 @@ from megatron.fault_tolerance.run_lock import LOCK, RunLock
 from megatron.run_dir import keep_config
 from megatron.status import Status, write_status
 from tests.config.helpers import read
+from tests.limits import LIMIT
 from tools.status import MEANINGS, main
 
 GONE = 2**22 - 3  # no process has it: beyond what this kernel hands out, or long gone
@@ -209,7 +210,7 @@ def test_it_needs_no_torch(run: Path, tmp_path: Path) -> None:
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     command = [sys.executable, "-c", program, str(tool), str(run)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert "state      done" in done.stdout
 

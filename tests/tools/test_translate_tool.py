@@ -22,6 +22,8 @@ from tools.average_checkpoints import main as average
 from tools.run_model import CONFIG, PARAM
 from tools.translate import Translator, find_translator, main
 
+pytestmark = pytest.mark.push
+
 FLAGS = (
     "--encoder-layers 1 --decoder-layers 1 --embed-dim 32 --attention-heads 2 --dropout 0 "
     "--attention-dropout 0 --weight-dropout 0 --micro-batch-size 1 --max-tokens 300 --lr 5e-3 "

@@ -17,6 +17,7 @@ import torch
 
 from megatron.errors import DataError
 from megatron.model.likelihood import Likelihood
+from tests.limits import LIMIT
 from tests.tools.zero_shot_lines import LINES, make_place
 from tools import zero_shot
 from tools.evaluate import TASKS
@@ -305,6 +306,7 @@ def test_json_has_null_for_an_infinite_perplexity() -> None:
     assert found["lambada_openai"]["perplexity_stderr"] is None
 
 
+@pytest.mark.push
 def test_absent_files_are_refused_by_the_names_of_their_tasks(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,7 +315,7 @@ def test_absent_files_are_refused_by_the_names_of_their_tasks(
         (tmp_path / f"{name}.jsonl").write_text(text)
     environment = os.environ | {"PYTHON": sys.executable, "TASKS": str(tmp_path)}
     refused = subprocess.run(
-        [SCRIPT, place / "run"], env=environment, capture_output=True, text=True, timeout=120
+        [SCRIPT, place / "run"], env=environment, capture_output=True, text=True, timeout=LIMIT
     )
     assert (refused.returncode, refused.stdout) == (2, "")
     absent = refused.stderr.partition(": no file")[0].removeprefix("error: ").split(", ")

@@ -9,6 +9,8 @@ import pytest
 from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
 
+pytestmark = pytest.mark.push
+
 RADIUS = (
     "--grad-path radius --radius-interval 4 --radius-start-iter 0 "
     "--accumulate-allreduce-grads-in-fp32"

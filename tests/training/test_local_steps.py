@@ -20,6 +20,8 @@ from tests.ranks import Ranks, grid
 from tests.tasks.toy import TOY, TOY_TASK
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
+pytestmark = pytest.mark.push
+
 RUN = f"{TINY} {NO_DROPOUT} --log-interval 1 --eval-interval 4"
 LOCAL = (
     f"{RUN} --grad-path diloco --local-steps 4 --check-weight-hash-across-dp-replicas-interval 4"
@@ -100,6 +102,7 @@ GRIDS = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (4, 1, 2)]
 """World size, tensor-parallel size, pipeline-parallel size."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("left_at", [3, 4])
 @pytest.mark.parametrize(
     ("sizes", "more"), [((2, 1, 1), more) for more in RESUMED] + [(sizes, "") for sizes in GRIDS]

@@ -25,6 +25,7 @@ def on_rank(groups: ProcessGroups, grids: dict[str, int], flags: str, run_dir: P
     return train(grid(groups, **grids), flags, run_dir)
 
 
+@pytest.mark.push
 @pytest.mark.parametrize(
     ("world", "grids", "flags"),
     [

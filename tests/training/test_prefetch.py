@@ -24,6 +24,8 @@ from tests.tasks.toy import TOY, TOY_TASK
 from tests.training.harness import make_trainer, metrics_of, train
 from tests.training.test_resume import RAMP_UP, RECORDED, differing, flags_of, write_data
 
+pytestmark = pytest.mark.push
+
 OFF = "--prefetch-batches false"
 LEFT = 5
 """Step to leave after, with the batch of the next step read: inside an epoch, past the ramp-up."""
@@ -48,6 +50,7 @@ def assert_equal_checkpoints(first: Path, second: Path) -> None:
     assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_is_the_same_also_left_and_resumed(
     ranks: Ranks, tmp_path: Path, text: Path, world: int

@@ -22,6 +22,8 @@ from tests.ranks import Ranks, grid
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 from tests.training.test_resume import check_left_and_resumed
 
+pytestmark = pytest.mark.push
+
 LEAVES = (2, 3, 4, 6, 7)
 """Steps to leave after, with an interval of 3 from step 2 on.
 
@@ -37,6 +39,7 @@ def flags(*more: str) -> str:
     return " ".join([TINY, RADIUS, *more])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

@@ -20,6 +20,8 @@ from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
+pytestmark = pytest.mark.push
+
 LENGTH, BATCH = 32, 16
 EPOCH_STEPS = 3
 """Steps that one epoch lasts: 48 samples."""
@@ -79,18 +81,19 @@ def check_left_and_resumed(
     flags: str,
     leaves: tuple[int, ...],
     folder: Path,
-    run: Callable[[ProcessGroups, str, Path], dict[str, Any]] = train,
+    run: Callable[..., dict[str, Any]] = train,
+    *more: Any,
 ) -> None:
     """Compare an uninterrupted run with a run that leaves after each step of `leaves`.
 
-    `run` is called on each rank.
+    Each rank calls `run(groups, flags, run_dir, *more)`.
     """
-    through = ranks.run(world, run, flags, folder / "through")
+    through = ranks.run(world, run, flags, folder / "through", *more)
     for step in leaves:
-        left = ranks.run(world, run, f"{flags} --exit-interval {step}", folder / "left")
+        left = ranks.run(world, run, f"{flags} --exit-interval {step}", folder / "left", *more)
         assert [r["outcome"] for r in left] == [(0, "exit-interval")] * world
         assert left[0]["iteration"] == step
-    resumed = ranks.run(world, run, flags, folder / "left")
+    resumed = ranks.run(world, run, flags, folder / "left", *more)
     for first, second in zip(through, resumed, strict=True):
         assert differing(first, second) == []
     for key in RECORDED:
@@ -98,6 +101,7 @@ def check_left_and_resumed(
         assert values == metrics_of(folder / "through", key) and values, key
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(

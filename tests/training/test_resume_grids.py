@@ -14,6 +14,8 @@ from tests.ranks import Ranks, grid
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
 from tests.training.test_resume import check_left_and_resumed
 
+pytestmark = pytest.mark.push
+
 SIZES = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 LEFT_AT, STEPS = 5, 8
 """Inside an interval of Radius, which sends everything in steps 3 and 6."""
@@ -41,6 +43,7 @@ def last_saved(run_dir: Path) -> dict[str, torch.Tensor]:
         return {name: saved.read(name) for name in saved.names()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", PATHS)
 def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, path: str) -> None:
     """Dropout is on; the last checkpoints contain the state of gradient paths."""

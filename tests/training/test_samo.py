@@ -20,6 +20,8 @@ from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, t
 from tests.training.test_radius import on_rank_refused
 from tests.training.test_resume import check_left_and_resumed
 
+pytestmark = pytest.mark.push
+
 SAMO = "--train-iters 9 --grad-path samo --samo-sparsity 0.8 --eval-interval 100 --log-interval 1"
 EARLY_BIRD = (
     "--samo-pruning early-bird --samo-early-bird-interval 1 --samo-early-bird-distance 1 "
@@ -34,6 +36,7 @@ def flags(*more: str) -> str:
     return " ".join([TINY, SAMO, *more])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

@@ -15,6 +15,8 @@ from tests.ranks import Ranks
 from tests.ranks import grid as groups_of
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
 
+pytestmark = pytest.mark.push
+
 FLAGS = f"{TINY} {NO_DROPOUT} --train-iters 20 --eval-iters 0"
 MAIN = "--bf16 --main-params-dtype bf16"
 BF16 = f"{MAIN} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
@@ -103,6 +105,7 @@ def on_rank_resumed(
     return odd, "encoded again" in log
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", RESUMED)
 def test_resumed_runs_are_the_uninterrupted_run(ranks: Ranks, tmp_path: Path, case: str) -> None:
     world, tp, flags = RESUMED[case]

@@ -21,6 +21,8 @@ from megatron.training import TrainOutcome
 from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
+pytestmark = pytest.mark.push
+
 
 def losses(ranks: Ranks, world: int, flags: str, run_dir: Path) -> list[float]:
     ranks.run(world, train, flags, run_dir)
@@ -95,6 +97,7 @@ def test_how_a_step_is_run_changes_no_bit(ranks: Ranks, tmp_path: Path, flags: s
     assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "precision",
     ["", "--bf16", "--bf16 --grad-reduce-in-bf16", "--fp16 --initial-loss-scale 16777216"],

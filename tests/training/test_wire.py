@@ -16,6 +16,8 @@ from pretrain_gpt import GRADIENT_PATHS
 from tests.ranks import Ranks, grid
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
+pytestmark = pytest.mark.push
+
 BASE = f"{TINY} {NO_DROPOUT} --check-weight-hash-across-dp-replicas-interval 2 --log-interval 1"
 WIRES = [
     "--grad-wire int8",
@@ -35,6 +37,7 @@ def on_rank(groups: ProcessGroups, tp: int, flags: str, run_dir: Path) -> dict[s
     return train(grid(groups, tp=tp), f"{flags} --tensor-model-parallel-size {tp}", run_dir)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(("world", "tp"), [(2, 1), (4, 2)], ids=["dp2", "tp2 x dp2"])
 def test_a_run_that_stops_in_between_continues_bit_by_bit(

@@ -13,6 +13,8 @@ from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
+pytestmark = pytest.mark.push
+
 SHARED = "--use-distributed-optimizer"
 RADIUS = "--grad-path radius --radius-density 0.3 --radius-interval 3 --radius-start-iter 2"
 PRUNED = "--grad-path samo --samo-sparsity 0.5 --samo-pruning random --dsr-interval 1"

@@ -1,0 +1,23 @@
+"""The cases of a test that `scripts/test.sh --push` runs, of those that `--all` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+def sampled(cases: Iterable[T], on_push: Container[T]) -> list[Any]:
+    """Return cases as parameters of a test; those that are not in `on_push` have the mark `full`.
+
+    A tuple gives a test several parameters, as in `pytest.mark.parametrize`.
+    """
+    return [case if case in on_push else _only_on_all(case) for case in cases]
+
+
+def _only_on_all(case: Any) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.full)
