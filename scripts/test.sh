@@ -94,16 +94,12 @@ if [[ $tier == none ]]; then
   part tests python -m pytest "${workers[@]}" "$@"
 else
   # Jobs of Slurm and ranks that fail: most of their time is waiting.
-  if [[ $* ]]; then
-    part_behind waiting tests waiting "${settings[@]}" -m "waits${tier:+ and $tier}" tests/faults tests/slurm
-  fi
+  part_behind waiting tests waiting "${settings[@]}" -m "waits${tier:+ and $tier}" tests/faults tests/slurm
   part main tests main "${workers[@]}" "${settings[@]}" --durations 40 \
-    -m "not waits and not quiet${tier:+ and $tier}"
+    -m "not waits${tier:+ and $tier}"
 fi
 join
 if [[ $tier != none ]]; then
-  # What a clock judges has the machine to itself.
-  part quiet tests quiet "${settings[@]}" -m "quiet${tier:+ and $tier}" tests/bench tests/slurm
   part budget python -m tests.budget "$parts" "${record[@]}"
 fi
 printf '%s s\n' "${seconds[@]}"
