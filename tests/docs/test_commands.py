@@ -32,7 +32,7 @@ def commands() -> list[Command]:
 
 
 COMMANDS = commands()
-ON_PUSH = ("README.md", "docs/extending.md", "docs/slurm.md")
+ON_PUSH = ("README.md", "docs/extending.md")
 """Pages whose commands `--push` types; `--all` types those of all pages."""
 
 
