@@ -75,7 +75,7 @@ class Row(NamedTuple):
 
     @property
     def pairs(self) -> set[Any]:
-        """What the row tests."""
+        """The pairs of values of two settings in the row, and its path on a cut or whole model."""
         is_cut = bool(GRIDS[self.grid][1])
         return {*combinations(enumerate(self[1:]), 2), (self.path, is_cut)}
 
