@@ -46,7 +46,7 @@ def choices(request: pytest.FixtureRequest, case: PathCase, world: int) -> Seque
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Leave out most choices of a law's own parameters, except for plain paths on two ranks."""
+    """Leave out most choices of a law's own parameters, except for first lines on two ranks."""
     if config.getoption("--all"):
         return
     laws: dict[str, dict[pairs.Values, list[pytest.Item]]] = {}

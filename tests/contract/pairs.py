@@ -1,10 +1,11 @@
 """The cases of the contract tests: a pairwise table of settings, or every legal combination.
 
-A row consists of four factors: a gradient path with its options (a line of `harness.PATHS`), the
-wire, the place of the optimizer states, and the number of ranks. The program decides which values
-go together: a row is legal if `parse` and `resolve` accept its flags. `table` has every legal pair
-of values of two factors in at least one row; `product`, for `--all`, has every legal row. The own
-parameters of a law, such as the dtype, are a factor of the table too (`in_turns`).
+A row consists of a gradient path with its options (a line of `harness.PATHS`), the wire, the place
+of the optimizer states, and the number of ranks. The program decides what goes together: a row is
+legal if `parse` and `resolve` accept its flags. `table` has every line, and every legal pair of
+values of two factors in at least one row: path, wire, place of the states, number of ranks.
+`product`, for `--all`, has every legal row, thus every option of a path with each wire and each
+place. The own parameters of a law, such as the dtype, are a factor of the table too (`in_turns`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ RUN = f"--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --
 """A run that takes any gradient path, with rounds of any length."""
 
 
-Values = tuple[object, str | None, str, int]
-"""The values of the four factors of a row."""
+Values = tuple[tuple[str, object], str | None, str, int]
+"""A path with its options, the wire, the place of the states, and the number of ranks of a row."""
 
 
 class Row(NamedTuple):
@@ -46,7 +47,7 @@ class Row(NamedTuple):
 
     @property
     def values(self) -> Values:
-        """The values of the four factors."""
+        """What distinguishes the row from others."""
         case = self.case
         options = tuple(case.options.items())
         return (case.name, options), case.wire, case.states, self.world
@@ -58,8 +59,9 @@ class Row(NamedTuple):
         One rank neither sends nor shards, so that its rows test pairs with the number of ranks
         only.
         """
-        pairs = combinations(enumerate(self.values), 2)
-        ranks = len(self.values) - 1
+        factors = (self.case.name, *self.values[1:])
+        pairs = combinations(enumerate(factors), 2)
+        ranks = len(factors) - 1
         return frozenset(pair for pair in pairs if self.world > 1 or pair[1][0] == ranks)
 
 
@@ -146,8 +148,8 @@ def product() -> tuple[Row, ...]:
 def lines() -> tuple[Row, ...]:
     """Return the rows of the lines of `PATHS`.
 
-    Lines without other settings are rows on every number of ranks, the other lines on two ranks, or
-    on four where two are too few.
+    The first line of a path is a row on every number of ranks, lines with other options of it on
+    one and on two, and lines with other settings on two, or on four where two are too few.
     """
     legal = {row.values: row for row in product()}
     chosen = list[Row]()
@@ -156,13 +158,15 @@ def lines() -> tuple[Row, ...]:
         found = [legal[each] for each in values if each in legal]
         several = [row for row in found if row.world > 1]
         assert several, f"{case_id(line)}: {refusals(line)}"
-        chosen += found if line.is_plain else several[:1]
+        if line.is_variant:
+            found = [row for row in found if row.world == 1 and line.is_plain] + several[:1]
+        chosen += found
     return tuple(chosen)
 
 
 @cache
 def table(*, four: bool = True) -> tuple[Row, ...]:
-    """Return legal rows that have every legal pair of values, with `lines` among them.
+    """Return legal rows that have every legal pair of values of two factors, and all `lines`.
 
     Without `four`, only cases for which two ranks are too few have rows of four ranks, and the
     pairs are those of the remaining rows.
@@ -183,9 +187,9 @@ def in_turns(choices: Mapping[Values, Sequence[T]]) -> Iterator[T]:
 def turn(number: int, values: Values, choices: Sequence[T]) -> Sequence[T]:
     """Return the choices of a law's own parameters for one of its rows, given by its values.
 
-    They are a factor as well: a path without other settings has all of them on two ranks, every
-    other row has one, in turns by the number of the row, so that each choice is tested beside many
-    values of the four factors. The number of ranks is 0 for a law that runs once for each case.
+    They are a factor as well: the first line of a path has all of them on two ranks, every other
+    row has one, in turns by the number of the row, so that each choice is tested beside many values
+    of the other factors. The number of ranks is 0 for a law that runs once for each case.
     """
     return choices if values in _complete() else [choices[number % len(choices)]]
 
@@ -193,8 +197,8 @@ def turn(number: int, values: Values, choices: Sequence[T]) -> Sequence[T]:
 @cache
 def _complete() -> frozenset[Values]:
     """The values of the rows that have all choices of a law's own parameters."""
-    plain = [row.values for row in lines() if row.case.is_plain and row.world == 2]
-    return frozenset(values for first in plain for values in (first, (*first[:3], 0)))
+    firsts = [row.values for row in lines() if not row.case.is_variant and row.world == 2]
+    return frozenset(values for first in firsts for values in (first, (*first[:3], 0)))
 
 
 def covering(rows: Sequence[Collection[Any]], first: Iterable[int] = ()) -> set[int]:

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import pytest
 
+from pretrain_gpt import GRADIENT_PATHS
 from tests.contract.harness import PATHS, WORLDS, PathCase, case_id
 from tests.contract.pairs import Row, combined, covering, in_turns, lines, product, refusals, table
 
@@ -33,6 +34,7 @@ def test_every_legal_pair_of_values_is_in_the_table(four: bool) -> None:
     """
     legal, chosen = ([row.values for row in rows] for rows in (product(), table(four=four)))
     assert {*chosen} <= {*legal} and len({*chosen}) == len(chosen)
+    legal, chosen = ([(row[0][0], *row[1:]) for row in rows] for rows in (legal, chosen))
     for one, other in combinations(range(4), 2):
         worlds = (2, 4) if other < 3 else (1, 2, 4) if four else (1, 2)
         pairs = {(row[one], row[other]) for row in legal if row[3] in worlds}
@@ -44,11 +46,13 @@ def test_without_need_four_ranks_are_left_out() -> None:
     assert four and all(2 in refusals(case) for case in four)
 
 
-def test_every_path_and_its_options_run_on_every_number_of_ranks() -> None:
+def test_every_path_runs_on_every_number_of_ranks_and_its_options_on_one_and_two() -> None:
     chosen = {row.values for row in table()}
-    paths = {Row(line, 1).values[0] for line in PATHS}
-    assert {path for path, *_ in chosen} == paths
-    assert {(path, None, "whole", world) for path in paths for world in WORLDS} <= chosen
+    options = {Row(line, 1).values[0] for line in PATHS}
+    firsts = {Row(line, 1).values[0] for line in PATHS if not line.is_variant}
+    assert {path for path, *_ in chosen} == options and len(firsts) == len(GRADIENT_PATHS)
+    assert {(each, None, "whole", world) for each in options for world in (1, 2)} <= chosen
+    assert {(each, None, "whole", 4) for each in firsts} <= chosen
 
 
 @pytest.mark.parametrize("four", [True, False])
@@ -85,9 +89,9 @@ def test_a_rounding_wire_takes_the_laws_of_exact_sums_from_a_case() -> None:
     assert not PathCase("topk", lossless=False).lossless
 
 
-def test_the_parameters_of_a_law_take_turns_but_for_plain_paths_on_two_ranks() -> None:
-    complete = [row.values for row in lines() if row.case.is_plain and row.world == 2]
-    assert {path for path, *_ in complete} == {Row(line, 1).values[0] for line in PATHS}
+def test_the_parameters_of_a_law_take_turns_but_for_first_lines_on_two_ranks() -> None:
+    complete = [row.values for row in lines() if not row.case.is_variant and row.world == 2]
+    assert {path for (path, _), *_ in complete} == {*GRADIENT_PATHS}
     others = [row.values for row in table() if row.values not in complete]
     assert len(others) > 6, "enough for every one of three choices to come twice"
     chosen = list(in_turns({values: [(values, n) for n in range(3)] for values in others}))
