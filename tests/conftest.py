@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 from tests.budget import DURATIONS, Meter
 from tests.mpi_ranks import MPIJob
 from tests.ranks import Ranks
+from tests.tiers import turns
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -50,9 +51,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         is_variant = getattr(params.get("case"), "is_variant", False)
         if params.get("world", 2) != 2 or is_variant:
             item.add_marker("push")
+    for item in out_of_turn(items):
+        item.add_marker("full")
     if hasattr(config, "workerinput") and DURATIONS.exists():
         files = json.loads(DURATIONS.read_text())["files"]
         items.sort(key=lambda item: -files.get(file_of(item), [0.0])[0])
+
+
+def out_of_turn(items: Iterable[pytest.Item]) -> Iterator[pytest.Function]:
+    """Yield the cases of tests with the mark `turns` that only `--all` runs."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("turns"):
+            tests.setdefault(f"{file_of(item)}::{item.originalname}", []).append(item)
+    for cases in tests.values():
+        places = [tuple(case.callspec.indices.values()) for case in cases]
+        in_turn = turns(places)
+        yield from (case for case, place in zip(cases, places, strict=True) if place not in in_turn)
 
 
 def file_of(item: pytest.Item) -> str:

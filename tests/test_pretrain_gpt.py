@@ -169,6 +169,7 @@ def test_saved_configuration_repeats_the_run_bit_by_bit(tmp_path: Path) -> None:
     assert metrics_of(tmp_path / "first") == metrics_of(tmp_path / "second")
 
 
+@pytest.mark.push
 def test_torchrun_and_mpiexec_and_alone_give_one_curve(tmp_path: Path) -> None:
     """Three cold starts, and a fork that computes the same bits and writes the same report."""
     flags = f"{TINY} {NO_DROPOUT}".split()

@@ -331,6 +331,7 @@ def test_launcher_passes_names_with_blanks_and_dollars(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("canary")) and not (REPO / "canary").exists()
 
 
+@pytest.mark.push
 def test_torchrun_leaves_with_the_code_of_status_json(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -32,6 +32,7 @@ def test_section_writes_what_the_table_reads(tmp_path: Path) -> None:
     assert "| step2b | ours |" in table(tmp_path)
 
 
+@pytest.mark.push
 def test_gradient_paths_are_compared_with_dense_gradients(tmp_path: Path) -> None:
     device = torch.device("cpu")
     found = measure("paths355m", SMOKE, device=device, steps=2, peak_tflops=1.0, out=tmp_path)

@@ -14,6 +14,7 @@ from megatron.parallel.groups import ProcessGroups
 from tests.contract.grid import GRIDS, GridToy, differing, logical, on_grid, world_of
 from tests.contract.harness import SHORT, PathCase
 from tests.ranks import Ranks
+from tests.tiers import sampled
 
 pytestmark = pytest.mark.push
 
@@ -34,6 +35,8 @@ PAIRS = [
     ("PP2xDP2", "TP2xDP2"),
     ("TP2xPP2", "1"),
 ]
+ON_PUSH = [(*PAIRS[number], False) for number in (1, 2, 6, 8, 10, 12)]
+"""From and to each grid of four ranks."""
 
 
 def on_rank_saved(groups: ProcessGroups, grid: str, pruned: bool, folder: Path) -> None:
@@ -108,7 +111,7 @@ def test_a_choice_saved_in_an_earlier_form_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "pruned"),
     [
-        *((one, other, False) for one, other in PAIRS),
+        *sampled([(one, other, False) for one, other in PAIRS], ON_PUSH),
         ("TP2", "TP4", True),
         ("DP4", "TP2xPP2", True),
     ],

@@ -24,6 +24,7 @@ from tests.contract.harness import (
 )
 from tests.contract.pairs import cases
 from tests.ranks import Ranks
+from tests.tiers import sampled
 
 pytestmark = pytest.mark.push
 
@@ -130,11 +131,14 @@ def on_rank_limit(
 @pytest.mark.parametrize(("limit", "others"), LIMITS, ids=[case_id(limit) for limit, _ in LIMITS])
 @pytest.mark.parametrize(
     ("world", "dtype", "grad_dtype"),
-    [
-        *((world, torch.float32, torch.float32) for world in WORLDS),
-        (2, torch.bfloat16, torch.float32),
-        (2, torch.bfloat16, torch.bfloat16),
-    ],
+    sampled(
+        [
+            *((world, torch.float32, torch.float32) for world in WORLDS),
+            (2, torch.bfloat16, torch.float32),
+            (2, torch.bfloat16, torch.bfloat16),
+        ],
+        [(2, torch.float32, torch.float32), (2, torch.bfloat16, torch.bfloat16)],
+    ),
 )
 def test_9_limits_agree_bit_by_bit(
     ranks: Ranks,

@@ -187,6 +187,7 @@ def on_rank_trajectory(
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.push
 @pytest.mark.parametrize(
     ("case", "kinds", "options"),
@@ -269,6 +270,7 @@ def on_rank_selected(groups: ProcessGroups, case: PathCase, together: int) -> li
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("together", [0, 1 << 17], ids=["counted", "sent whole"])
 @pytest.mark.parametrize("case", [RADIUS, OFFSETS], ids=["bitmap", "offsets"])
 def test_owners_of_shards_select_what_all_would(

@@ -350,6 +350,7 @@ def test_mock_images_show_their_classes() -> None:
         assert distances.argmin() == label
 
 
+@pytest.mark.push
 def test_the_real_archive_is_read(shared_data: Path) -> None:
     found = open_images(str(shared_data / "cifar10-jpeg"), classes=10, held_out=5000)
     assert np.bincount(labels_in(found.test)).tolist() == [1000] * 10

@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_when_started_again(
     check_recovery(launch(tmp_path).finish(), unbroken)
 
 
-@pytest.mark.push
+@pytest.mark.full
 def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
     mpi_ranks: Ranks, tmp_path: Path, unbroken: dict[int, float]
 ) -> None:

@@ -94,6 +94,7 @@ def test_overflows_count_only_at_the_lowest_loss_scale(ranks: Ranks, tmp_path: P
     assert "up to step 7" in found[0]["error"], found[0]["error"]
 
 
+@pytest.mark.push
 def test_a_loss_spike_is_skipped_if_asked_for(ranks: Ranks, tmp_path: Path) -> None:
     flags = f"{TINY} --global-batch-size 4 --num-layers 1 --train-iters {WINDOW + 6}"
     flags += " --skip-loss-spikes 6"

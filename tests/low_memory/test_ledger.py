@@ -68,7 +68,7 @@ GPT_CASES = {
 }
 
 
-ON_PUSH = ("bf16 gradients", "dropout", "gated", "full by two", "selective", "last stage", "grid")
+ON_PUSH = ("bf16 gradients", "gated", "selective", "grid")
 
 UNMEASURED: tuple[ColumnName, ...] = ("planned", "tracked")
 
@@ -189,7 +189,9 @@ def test_a_peak_at_the_gradient_of_the_output_layer_is_planned() -> None:
     assert tracked.total == pytest.approx(planned.total, rel=0.01)
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16", "--width-factor 1", "--img-h 48"])
+@pytest.mark.parametrize(
+    "flags", sampled(["", "--bf16", "--width-factor 1", "--img-h 48"], ["--bf16", "--img-h 48"])
+)
 def test_columns_agree_for_a_wide_resnet(flags: str) -> None:
     ledger = vision(flags)
     check(ledger, within=0.01)
@@ -201,16 +203,16 @@ def test_columns_agree_for_a_wide_resnet(flags: str) -> None:
     assert ledger.flops.forward + ledger.flops.backward == ledger.flops.formula
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--bf16",
-        "--dropout 0 --weight-dropout 0 --attention-dropout 0",
-        FULL,
-        f"{FULL} --recompute-method uniform --recompute-num-layers 2 --dropout 0",
-    ],
-)
+TRANSLATORS = [
+    "",
+    "--bf16",
+    "--dropout 0 --weight-dropout 0 --attention-dropout 0",
+    FULL,
+    f"{FULL} --recompute-method uniform --recompute-num-layers 2 --dropout 0",
+]
+
+
+@pytest.mark.parametrize("flags", sampled(TRANSLATORS, TRANSLATORS[1::2]))
 def test_columns_agree_for_a_dc_transformer(flags: str) -> None:
     ledger = translation(flags)
     check(ledger)

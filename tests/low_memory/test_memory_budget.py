@@ -21,6 +21,7 @@ from pretrain_translation import TRANSLATION_TASK
 from pretrain_vision import VISION_TASK
 from tests.low_memory.test_ledger import GPT, PP, STILL, TP, VOCABULARY, gpt, translation, vision
 from tests.test_pretrain_gpt import alone
+from tests.tiers import sampled
 from tests.training.harness import metrics_of
 
 pytestmark = pytest.mark.push
@@ -281,15 +282,15 @@ def test_a_network_without_planned_memory_is_refused(recompute: str, setting: st
 # ---- beside the other columns of the ledger ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        *(f"{STILL} {strategy}" for strategy in STRATEGIES[3:8]),
-        *(f"--attention-dropout 0 {strategy}" for strategy in STRATEGIES[4:6]),
-        f"{STILL} {STRATEGIES[-1]}",
-        f"--attention-dropout 0 {STRATEGIES[-2]}",
-    ],
-)
+SHARES = [
+    *(f"{STILL} {strategy}" for strategy in STRATEGIES[3:8]),
+    *(f"--attention-dropout 0 {strategy}" for strategy in STRATEGIES[4:6]),
+    f"{STILL} {STRATEGIES[-1]}",
+    f"--attention-dropout 0 {STRATEGIES[-2]}",
+]
+
+
+@pytest.mark.parametrize("flags", sampled(SHARES, SHARES[::4]))
 def test_shares_of_a_gpt_are_those_that_are_tracked(flags: str) -> None:
     flops = gpt(flags, columns=["tracked"], flops=True).flops
     assert flops is not None
@@ -309,6 +310,7 @@ def test_shares_of_a_wide_resnet_are_those_that_are_tracked(strategy: str) -> No
     assert recomputed_share(config, ()) == pytest.approx(share, rel=0.1)
 
 
+@pytest.mark.full
 def test_the_share_of_a_translation_is_the_one_that_is_tracked() -> None:
     full = "--recompute-granularity full"
     flops = translation(f"{full} --dropout 0.1", columns=["tracked"], flops=True).flops
@@ -318,7 +320,7 @@ def test_the_share_of_a_translation_is_the_one_that_is_tracked() -> None:
     assert recomputed_share(config, SIZES["translation"]) == pytest.approx(share, rel=0.1)
 
 
-@pytest.mark.parametrize("part", [0.9, 0.75, 0.6])
+@pytest.mark.parametrize("part", sampled([0.9, 0.75, 0.6], [0.6]))
 def test_the_planned_peak_of_a_choice_agrees_with_the_tracked_one(part: float) -> None:
     base = f"{STILL} --micro-batch-size 4 --global-batch-size 8 --bf16"
     search = search_of(config_of(base))
@@ -328,15 +330,17 @@ def test_the_planned_peak_of_a_choice_agrees_with_the_tracked_one(part: float) -
     assert columns["tracked"].total == pytest.approx(chosen.peak, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["", *(f"--recompute-granularity {name}" for name in ("no-norm", "ops"))]
-    + [
+TRACKED = [
+    *["", *(f"--recompute-granularity {name}" for name in ("no-norm", "ops"))],
+    *(
         f"--recompute-granularity {name} --recompute-num-layers {count}"
         for name in ("residual", "residual-star")
         for count in (1, 2)
-    ],
-)
+    ),
+]
+
+
+@pytest.mark.parametrize("strategy", sampled(TRACKED, TRACKED[1::4]))
 def test_planned_peaks_of_a_wide_resnet_agree_with_tracked_ones(strategy: str) -> None:
     flags = f"--num-layers 16 --width-factor 2 --micro-batch-size 8 {strategy}"
     columns = vision(flags, columns=["planned", "tracked"]).columns

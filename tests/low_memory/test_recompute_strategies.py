@@ -171,6 +171,7 @@ def test_gradients_of_a_dc_transformer_are_bitwise_equal(dtype: torch.dtype) -> 
         assert_same(of_translator(recompute, dtype, **dropout), wanted)
 
 
+@pytest.mark.turns
 @DTYPES
 @EACH
 def test_gradients_and_statistics_of_wrn_28_2_are_bitwise_equal(
@@ -236,7 +237,7 @@ PLANNED = {
     "grid": (8, 5, f"{GRID} {OPS}"),
     "grid without norms": (8, 5, f"{GRID} {NO_NORM}"),
 }
-ON_PUSH = ("ops gated", "no-norm", "every 5", "residual-star 2", "grid")
+ON_PUSH = ("ops gated", "every 5", "residual-star 2")
 
 
 @pytest.mark.parametrize("case", sampled(PLANNED, ON_PUSH))
@@ -246,13 +247,14 @@ def test_what_a_gpt_stores_is_planned(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [OPS, NO_NORM, f"{STAR} --bf16", f"{STAR} --recompute-num-layers 2"]
+    "flags",
+    sampled([OPS, NO_NORM, f"{STAR} --bf16", f"{STAR} --recompute-num-layers 2"], [OPS]),
 )
 def test_what_a_wide_resnet_stores_is_planned(flags: str) -> None:
     check(vision(flags))
 
 
-@pytest.mark.parametrize("flags", [OPS, NO_NORM])
+@pytest.mark.parametrize("flags", sampled([OPS, NO_NORM], [NO_NORM]))
 def test_what_widened_convolutions_store_is_planned(widened: None, flags: str) -> None:
     kept, ledger = vision("--fp16"), vision(f"--fp16 {flags}")
     check(ledger)
@@ -281,7 +283,10 @@ def _shares(ledger: MemoryLedger, kept: MemoryLedger) -> tuple[float, float]:
     return stored[0] / stored[1], 1 + ledger.flops.recomputed / flops
 
 
-@pytest.mark.parametrize("flags", [STILL, f"{STILL} --bf16", f"{STILL} {TP} --sequence-parallel"])
+@pytest.mark.parametrize(
+    "flags",
+    sampled([STILL, f"{STILL} --bf16", f"{STILL} {TP} --sequence-parallel"], [STILL]),
+)
 def test_stored_products_of_a_gpt_cost_no_product(flags: str) -> None:
     world = 2 if TP in flags else 1
     kept, ops, norms = (
@@ -294,6 +299,7 @@ def test_stored_products_of_a_gpt_cost_no_product(flags: str) -> None:
     assert stored == pytest.approx(14 / 16, abs=0.02) and flops <= 1.01
 
 
+@pytest.mark.full
 def test_strategies_trade_memory_for_flops_in_the_expected_order() -> None:
     wide = "--num-layers 28 --width-factor 2"
     found = {
@@ -321,6 +327,7 @@ def test_strategies_trade_memory_for_flops_in_the_expected_order() -> None:
         assert flops is not None and flops.recomputed == 0
 
 
+@pytest.mark.full
 def test_a_dc_transformer_stores_less_for_no_product() -> None:
     kept = translation("", flops=True)
     for flags, most in ((OPS, 0.6), (NO_NORM, 0.95)):

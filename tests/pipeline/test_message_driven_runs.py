@@ -19,6 +19,7 @@ from tests.faults.starting import SCRIPT, environment, losses
 from tests.limits import LIMIT
 from tests.pipeline.grids import SMALL, train_by_hand
 from tests.ranks import Ranks, grid
+from tests.tiers import sampled
 from tests.training.harness import make_trainer, metrics_of
 
 pytestmark = pytest.mark.push
@@ -50,6 +51,7 @@ CASES = {
     "demo": (2, 1, f"{WET} --grad-path demo --demo-k 8 --demo-sign false", (0,)),
 }
 """Cases of 4 ranks, 2 of which are data-parallel where `pp` times `tp` is 2."""
+ON_PUSH = ("pp2-dp2", "pp4-uneven", "tp2-pp2-sequence-cut", "samo+radius", "powersgd")
 WORLD = 4
 RUN = (
     f"{WET} --train-iters 6 --optimizer adam --lr 3e-3 --bf16 --eval-iters 0 "
@@ -98,7 +100,7 @@ def compare(
     return [found for found, _ in results]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, ON_PUSH))
 def test_every_bit_is_that_of_1f1b(mpi_ranks: Ranks, tmp_path: Path, case: str) -> None:
     found = compare(mpi_ranks, CASES[case], tmp_path)
     assert all(each["skipped"] == [False] * 3 for each in found)

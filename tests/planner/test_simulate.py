@@ -288,6 +288,7 @@ def row(table: ReplayTable, words: str) -> ReplayRow:
     return next(row for row in table.rows if words in row.what)
 
 
+@pytest.mark.full
 def test_at_most_two_constants_are_fitted_to_a_machine() -> None:
     every = [table for source in page.SOURCES for table in found(source)]
     machines: dict[str, set[str]] = {}

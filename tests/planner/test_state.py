@@ -99,9 +99,8 @@ CASES = {
     "lowrank cut": (4, f"--grad-path lowrank+sparse --bf16 --grad-reduce-in-bf16 {TP}"),
 }  # fmt: skip
 ON_PUSH = (
-    "gated", "in turns", "kahan", "int8 zero", "int8 samo", "int8 offloaded", "samo kept",
-    "sparse fragments", "both", "wire zero", "radius wire", "nodes samo",
-    "radius zero, overlapped", "both nodes", "rolling", "powersgd share", "roundrobin cut",
+    "in turns", "kahan", "int8 zero", "int8 offloaded", "sparse fragments", "wire zero",
+    "nodes samo", "radius zero, overlapped", "both", "powersgd share", "roundrobin cut",
     "demo cut", "lowrank",
 )  # fmt: skip
 """Every path, wire, format and place of the states, and axis of the grid, at least once."""

@@ -240,7 +240,7 @@ def on_rank_weights(groups: ProcessGroups, steps: int) -> list[dict[str, torch.T
 @pytest.mark.parametrize(
     ("world", "steps"),
     [
-        (4, 300),
+        (2, 300),
         pytest.param(2, 1000, marks=pytest.mark.full),
         pytest.param(4, 1000, marks=pytest.mark.full),
     ],

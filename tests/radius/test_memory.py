@@ -93,6 +93,7 @@ def bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return request.param
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("density", ["0.4", "0.1"])
 @pytest.mark.parametrize("residual", ["separate", "none"])
 @pytest.mark.parametrize("schedule", ["paper", "rolling"])
@@ -141,6 +142,7 @@ def test_the_peak_is_seen() -> None:
     assert 8 * MIB <= most_at_once(work) < 8 * MIB + 1024
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("density", ["0.4", "0.1"])
 def test_a_sparse_step_takes_a_compact_vector_and_a_mebibyte(
@@ -192,6 +194,7 @@ class Whole:
         return self.buckets[0], self.buckets[0].slices[name]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rolling_update_takes_the_old_weights_of_a_part_and_chunks(

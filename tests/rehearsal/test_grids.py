@@ -38,7 +38,7 @@ CASES = {  # tensor- and pipeline-parallel ranks, flags, what travels over NCCL 
         {"send", "receive"},
     ),
 }
-ON_PUSH = ("sharded-overlapped-fp32", "samo-radius-fp16", "sequence-bf16", "interleaved-fp32")
+ON_PUSH = ("sharded-overlapped-fp32", "sequence-bf16", "interleaved-fp32")
 """Everything that travels over NCCL, at least once."""
 STEPS = 3
 

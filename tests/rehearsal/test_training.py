@@ -45,8 +45,7 @@ CASES = {
     "demo-fp32": "--grad-path demo --demo-sign false",
 }
 ON_PUSH = (
-    "dense-bf16-recompute", "dense-fp16-dropout", "documents-bf16", "offload-clipped",
-    "radius-rolling-fp32", "radius-bf16", "samo-dsr-bf16", "powersgd-bf16",
+    "dense-fp16-dropout", "offload-clipped", "radius-rolling-fp32", "samo-dsr-bf16",
 )  # fmt: skip
 """One case of each kind of stream, copy and kernel."""
 # What the host waits for in every step. It may need no more: each wait drains the device's queue.

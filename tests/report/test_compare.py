@@ -17,6 +17,8 @@ from tools.report import main
 
 from .test_report import make_run
 
+pytestmark = pytest.mark.push
+
 LOSSES = [4.0, 3.0, math.nan, 2.0]
 
 

@@ -44,6 +44,8 @@ from tests.samo.grid_toy import (
     state_of,
 )
 
+pytestmark = pytest.mark.push
+
 TOTAL = 40
 every_grid = pytest.mark.parametrize("dims", GRIDS, ids=lambda d: f"tp{d[0]}-dp{d[1]}-pp{d[2]}")
 

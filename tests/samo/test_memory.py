@@ -65,6 +65,7 @@ def _counted(build: Build, flags: str) -> tuple[ModelState, int]:
     return count(trainer.optimizer, before), len(trainer.engine.infos)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("grad_bytes", [2, 4])
 @pytest.mark.parametrize("sparsity", ["0", "0.25", "0.5", "0.8", "0.9", "0.95"])
 def test_tensors_of_a_run_are_as_many_bytes_as_are_promised(

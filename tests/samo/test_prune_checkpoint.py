@@ -278,6 +278,7 @@ def test_a_pruned_network_can_be_pruned_further_only(
         assert found.sum() == count and not (found & ~mask).any()
 
 
+@pytest.mark.push
 def test_it_is_a_program(run: Path, output: Path) -> None:
     command = [sys.executable, str(TOOL), str(run), "--sparsity", "0.9", "--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=run)

@@ -334,6 +334,7 @@ def deviation(found: np.ndarray, expected: np.ndarray, degrees: int) -> float:
     return (statistic - degrees) / math.sqrt(2 * degrees)
 
 
+@pytest.mark.push
 def test_growth_is_uniform_over_the_places_of_a_tensor_that_were_zero() -> None:
     times = 3000
     network = ToyNetwork()

@@ -12,6 +12,8 @@ from tools.studies.declaration import read_study
 from tools.studies.page import report_of, write_report
 from tools.studies.rows import read_rows
 
+pytestmark = pytest.mark.push
+
 REPO = Path(__file__).resolve().parents[2]
 EXAMPLE = REPO / "docs" / "examples" / "study.yaml"
 STUDIES = [*sorted(REPO.glob("tools/bench/**/*.yaml")), EXAMPLE]

@@ -27,6 +27,8 @@ from tools.studies.declaration import DeclaredRun, read_study
 from tools.studies.execution import Execution, Launcher
 from tools.studies.rows import StudyRow, read_rows
 
+pytestmark = pytest.mark.push
+
 
 class PretendedRuns(Launcher):
     """Writes what a run would, in place of starting it, and keeps the names of the starts.
@@ -545,7 +547,7 @@ def test_a_disk_without_locks_takes_rows(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(read_rows(tmp_path / "rows.jsonl")) == 1
 
 
-@pytest.mark.push
+@pytest.mark.full
 def test_a_real_study_is_made_in_two_starts_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

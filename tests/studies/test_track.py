@@ -366,7 +366,7 @@ def test_wrong_flags_are_one_line(
     assert words in line
 
 
-@pytest.mark.push
+@pytest.mark.full
 def test_a_path_written_from_the_documents_enters_with_one_command(tmp_path: Path) -> None:
     repo = tmp_path / "repository"
     _copy_with_the_path(repo)

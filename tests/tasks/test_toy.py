@@ -94,6 +94,7 @@ def test_a_config_of_another_task_is_refused(tmp_path: Path) -> None:
 # ---- training ------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_gradient_path_learns(ranks: Ranks, tmp_path: Path, path: str, world: int) -> None:

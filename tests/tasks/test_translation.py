@@ -31,6 +31,7 @@ from tests.data.translation_data import write_data
 from tests.limits import LIMIT
 from tests.model.translations import slow_logits, slow_sums
 from tests.ranks import Ranks
+from tests.tiers import sampled
 from tests.training.harness import metrics_of, train
 from tools.run_model import PARAM
 
@@ -152,7 +153,7 @@ def test_twenty_steps_equal_a_plain_loop(
             assert found == pytest.approx([losses[number] for losses in wanted], rel=1e-4)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", sampled(PATHS, ("samo+radius", "topk", "lowrank+sparse", "demo")))
 def test_every_gradient_path_learns(run: Callable[..., Any], tmp_path: Path, path: str) -> None:
     flags = f"{DROPOUT} --train-iters 30 --lr 1e-2 --grad-path {path} {PATHS[path]}"
     found = run(2, flags, tmp_path)
@@ -242,6 +243,7 @@ def test_full_validation_counts_each_pair_once(
 # ---- going on ------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("path", ["dense", "samo+radius"])
 @pytest.mark.parametrize("more", ["", "--fp16 --initial-loss-scale 16777216"])
 def test_a_resumed_run_equals_a_whole_one(

@@ -32,6 +32,7 @@ from tests.limits import LIMIT
 from tests.model import plain_networks
 from tests.ranks import Ranks
 from tests.tasks.test_toy import PATHS, equal
+from tests.tiers import sampled
 from tests.training.harness import make_trainer, metrics_of, train
 
 pytestmark = pytest.mark.push
@@ -137,6 +138,7 @@ def first_weights(flags: str) -> dict[str, torch.Tensor]:
     return {info.name: info.param.detach().clone() for info in chunk.parameter_infos()}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_losses_equal_plain_torch(ranks: Ranks, tmp_path: Path, name: str, world: int) -> None:
@@ -159,6 +161,7 @@ def test_losses_equal_plain_torch(ranks: Ranks, tmp_path: Path, name: str, world
         assert difference.norm() <= 1e-2 * moved.norm(), parameter
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_unpruned_samo_run_is_the_dense_run(
@@ -171,6 +174,7 @@ def test_an_unpruned_samo_run_is_the_dense_run(
     assert all(equal(a, b) for a, b in zip(dense, samo, strict=True))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("world", [1, 2])
@@ -218,7 +222,7 @@ def test_a_pruned_run_is_masked_sgd(
 # ---- every way to train --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", sampled(PATHS, ("dense", "samo+radius", "powersgd", "demo")))
 def test_every_gradient_path_learns(ranks: Ranks, tmp_path: Path, path: str) -> None:
     flags = f"{WRN} --grad-path {path} {PATHS[path]} --train-iters 16 --lr 1e-2"
     found = run(ranks, 2, flags, tmp_path)
@@ -229,20 +233,20 @@ def test_every_gradient_path_learns(ranks: Ranks, tmp_path: Path, path: str) -> 
         assert all(torch.equal(other["buffers"][n], b) for n, b in found[0]["buffers"].items())
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--use-distributed-optimizer",
-        "--use-distributed-optimizer --bf16",
-        "--bf16 --optimizer-cpu-offload --offload-bucket-size 4096",
-        "--bf16 --grad-reduce-in-bf16",
-        "--fp16 --initial-loss-scale 1024",
-        "--predivide-loss",
-        "--grad-path samo --samo-sparsity 0.7 --samo-pruning random --dsr-interval 1",
-        "--grad-path samo --samo-pruning early-bird --samo-early-bird-interval 1 "
-        "--samo-sparsity 0.5 --samo-early-bird-distance 1",
-    ],
-)
+MECHANISMS = [
+    "--use-distributed-optimizer",
+    "--use-distributed-optimizer --bf16",
+    "--bf16 --optimizer-cpu-offload --offload-bucket-size 4096",
+    "--bf16 --grad-reduce-in-bf16",
+    "--fp16 --initial-loss-scale 1024",
+    "--predivide-loss",
+    "--grad-path samo --samo-sparsity 0.7 --samo-pruning random --dsr-interval 1",
+    "--grad-path samo --samo-pruning early-bird --samo-early-bird-interval 1 "
+    "--samo-sparsity 0.5 --samo-early-bird-distance 1",
+]
+
+
+@pytest.mark.parametrize("flags", sampled(MECHANISMS, MECHANISMS[1::2]))
 def test_every_mechanism_trains_with_torchs_sgd(ranks: Ranks, tmp_path: Path, flags: str) -> None:
     found = run(ranks, 2, f"{WRN} {SGD} --train-iters 10 {flags}", tmp_path)
     losses = metrics_of(tmp_path, "loss")
@@ -311,6 +315,7 @@ def on_rank_top_1(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str,
 # ---- going on ------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("path", ["dense", "samo+radius"])
 @pytest.mark.parametrize("precision", ["", "--fp16 --initial-loss-scale 3e38 --hysteresis 1"])
 def test_a_resumed_run_equals_a_whole_one(

@@ -56,6 +56,7 @@ def both(groups: ProcessGroups, case: GridCase, backend: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.push
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_one_graph_with_the_losses_of_an_eager_layer(
     ranks: Ranks, name: str, pytestconfig: pytest.Config

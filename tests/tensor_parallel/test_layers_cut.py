@@ -49,6 +49,7 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor, bound: float, what: st
     assert error < bound, (what, error.item())
 
 
+@pytest.mark.turns
 @BOTH
 @pytest.mark.parametrize("ranks_per_layer", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
@@ -138,6 +139,7 @@ RECOMPUTE = [
 ]
 
 
+@pytest.mark.turns
 @BOTH
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputation_draws_and_finds_the_same(ranks: Ranks, name: str, cut: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 from megatron.fault_tolerance import loss_spikes
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
+from tests.tiers import sampled
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
 OFFLOADED = "--optimizer-cpu-offload --offload-bucket-size 2048 --offload-coarsening 2"
@@ -25,15 +26,18 @@ def on_rank(groups: ProcessGroups, grids: dict[str, int], flags: str, run_dir: P
     return train(grid(groups, **grids), flags, run_dir)
 
 
+RUNS = [
+    (2, {}, "--bf16 --grad-reduce-in-bf16 --clip-grad 0 --log-num-zeros-in-grad"),
+    (2, {}, f"--fp16 --initial-loss-scale 16777216 {PRUNED} --clip-grad 0 --predivide-loss"),
+    (4, {"tp": 2}, "--bf16 --tensor-model-parallel-size 2 --sequence-parallel --clip-grad 0"),
+    (4, {"pp": 2}, "--bf16 --pipeline-model-parallel-size 2 --optimizer sgd"),
+]
+
+
 @pytest.mark.push
 @pytest.mark.parametrize(
     ("world", "grids", "flags"),
-    [
-        (2, {}, "--bf16 --grad-reduce-in-bf16 --clip-grad 0 --log-num-zeros-in-grad"),
-        (2, {}, f"--fp16 --initial-loss-scale 16777216 {PRUNED} --clip-grad 0 --predivide-loss"),
-        (4, {"tp": 2}, "--bf16 --tensor-model-parallel-size 2 --sequence-parallel --clip-grad 0"),
-        (4, {"pp": 2}, "--bf16 --pipeline-model-parallel-size 2 --optimizer sgd"),
-    ],
+    sampled(RUNS, [RUNS[1], RUNS[3]]),
     ids=["bf16", "pruned, rewired, fp16, predivided", "tp2 x dp2", "pp2 x dp2, clipped"],
 )
 def test_a_run_makes_the_same_bits_and_goes_on_either_way(
@@ -74,6 +78,7 @@ def on_rank_spike(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str,
         megatron.training.is_spike = usual
 
 
+@pytest.mark.push
 def test_a_spike_is_skipped_while_sums_are_under_way(ranks: Ranks, tmp_path: Path) -> None:
     flags = f"{TINY} {NO_DROPOUT} --bf16 --clip-grad 0"
     plain = ranks.run(2, on_rank_spike, f"{flags} {RESIDENT}", tmp_path / "a")

@@ -10,7 +10,10 @@ import torch
 
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
+from tests.tiers import sampled
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of
+
+pytestmark = pytest.mark.push
 
 OVERLAP = "--overlap-param-gather"
 SHARDED = "--use-distributed-optimizer"
@@ -43,6 +46,7 @@ CASES = {
         f"{SHARDED} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 1",
     ),
 }
+ON_PUSH = ("dp2, fp16, rewired", "dp4 on two nodes, radius", "pp2 x dp2, interleaved")
 SIZES = {"tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size"}
 
 
@@ -74,7 +78,7 @@ def on_rank(
     return {"tensors": found, "left": left, "collectives": collectives}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, ON_PUSH))
 def test_gathers_that_overlap_change_no_bit(ranks: Ranks, tmp_path: Path, name: str) -> None:
     world, shape, flags = CASES[name]
     base = (

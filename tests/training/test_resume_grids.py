@@ -11,6 +11,7 @@ import torch
 from megatron.checkpoint.store import Checkpoint
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
+from tests.tiers import sampled
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
 from tests.training.test_resume import check_left_and_resumed
 
@@ -73,7 +74,7 @@ def on_tensor_rank(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str
     return train(grid(groups, tp=groups.world.size // 2 or 1), flags, run_dir)
 
 
-@pytest.mark.parametrize("path", NEXT_TO_NOTHING)
+@pytest.mark.parametrize("path", sampled(NEXT_TO_NOTHING, ("samo+radius",)))
 def test_a_tensor_parallel_rank_may_have_nothing_of_a_bucket(
     ranks: Ranks, tmp_path: Path, path: str
 ) -> None:

@@ -16,6 +16,7 @@ from pretrain_gpt import GRADIENT_PATHS
 from samo.mask import save_masks
 from tests.pipeline.grids import grid
 from tests.ranks import Ranks
+from tests.tiers import sampled
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 from tests.training.test_radius import on_rank_refused
 from tests.training.test_resume import check_left_and_resumed
@@ -162,7 +163,7 @@ GRIDS = [
 ]
 
 
-@pytest.mark.parametrize("options", GRIDS)
+@pytest.mark.parametrize("options", sampled(GRIDS, GRIDS[1::2]))
 def test_a_run_that_changes_its_grid_is_the_run_of_one_rank(
     ranks: Ranks, tmp_path: Path, options: str
 ) -> None:

@@ -13,6 +13,7 @@ from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks
 from tests.ranks import grid as groups_of
+from tests.tiers import sampled
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
 
 pytestmark = pytest.mark.push
@@ -49,6 +50,9 @@ def losses(flags: str, folder: Path) -> list[float]:
     return metrics_of(folder)
 
 
+ON_PUSH = ("kahan", "fp16", "rewired", "rolling", "offloaded")
+
+
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the losses of a bf16 run with fp32 states and these other flags."""
@@ -61,7 +65,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", sampled(SETTINGS, ON_PUSH))
 def test_twenty_steps_come_near_the_loss_of_fp32_states(
     tmp_path: Path, exact: Any, setting: str
 ) -> None:

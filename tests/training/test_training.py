@@ -19,6 +19,7 @@ from megatron.fault_tolerance.exit_signals import ExitRequest, ExitSignals
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import TrainOutcome
 from tests.ranks import Ranks
+from tests.tiers import sampled
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
 pytestmark = pytest.mark.push
@@ -44,7 +45,7 @@ def test_loss_falls_and_every_step_is_recorded(ranks: Ranks, tmp_path: Path) -> 
     assert valid == pytest.approx(curve[-1], abs=0.5) and test == pytest.approx(valid, abs=0.5)
 
 
-@pytest.mark.parametrize("flags", [NO_DROPOUT, ""], ids=["no-dropout", "dropout"])
+@pytest.mark.parametrize("flags", sampled([NO_DROPOUT, ""], [""]), ids=["no-dropout", "dropout"])
 def test_data_parallel_size_changes_rounding_only(ranks: Ranks, tmp_path: Path, flags: str) -> None:
     """Dropout too: its streams belong to microbatches of the global batch, not to ranks."""
     curves = [
@@ -436,7 +437,7 @@ def test_a_start_that_only_evaluates_knows_the_samples_of_its_step(
     assert [e.step for e in events.Scalars("lm loss validation vs samples")] == [8 * 16]
 
 
-@pytest.mark.parametrize("window", ["0 3", "7 12", "4 100"])
+@pytest.mark.parametrize("window", sampled(["0 3", "7 12", "4 100"], ["7 12"]))
 def test_a_profile_window_may_lie_anywhere(ranks: Ranks, tmp_path: Path, window: str) -> None:
     start, end = window.split()
     flags = f"{TINY} --profile --profile-step-start {start} --profile-step-end {end}"

@@ -11,6 +11,7 @@ import torch
 from megatron.checkpoint.reader import FolderReader
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
+from tests.tiers import sampled
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
 pytestmark = pytest.mark.push
@@ -24,15 +25,15 @@ def on_nodes(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]
     return train(grid(groups, inner=2), flags, run_dir)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        f"--fp16 --initial-loss-scale 1024 {PRUNED}",
-        RADIUS,
-        f"--bf16 {RADIUS} --radius-schedule rolling --radius-select seeded",
-    ],
-)
+NODES = [
+    "",
+    f"--fp16 --initial-loss-scale 1024 {PRUNED}",
+    RADIUS,
+    f"--bf16 {RADIUS} --radius-schedule rolling --radius-select seeded",
+]
+
+
+@pytest.mark.parametrize("flags", sampled(NODES, [NODES[1], NODES[3]]))
 def test_means_of_nodes_make_the_run_of_one_mean_up_to_rounding(
     ranks: Ranks, tmp_path: Path, flags: str
 ) -> None:
@@ -54,14 +55,17 @@ def on_rank(groups: ProcessGroups, tp: int, flags: str, run_dir: Path) -> dict[s
     return train(grid(groups, tp=tp), f"{flags} --tensor-model-parallel-size {tp}", run_dir)
 
 
+SHARED_OUT = [
+    (2, 1, f"--fp16 --initial-loss-scale 1024 {PRUNED} --log-interval 1"),
+    (4, 2, "--bf16 --sequence-parallel --swiglu"),
+    (2, 1, f"--bf16 {RADIUS} --exp-avg-dtype bf16 --exp-avg-sq-dtype int8"),
+    (4, 2, RADIUS),
+]
+
+
 @pytest.mark.parametrize(
     ("world", "tp", "flags"),
-    [
-        (2, 1, f"--fp16 --initial-loss-scale 1024 {PRUNED} --log-interval 1"),
-        (4, 2, "--bf16 --sequence-parallel --swiglu"),
-        (2, 1, f"--bf16 {RADIUS} --exp-avg-dtype bf16 --exp-avg-sq-dtype int8"),
-        (4, 2, RADIUS),
-    ],
+    sampled(SHARED_OUT, SHARED_OUT[:3:2]),
     ids=[
         "dp2, pruned, rewired, fp16",
         "tp2 x dp2, bf16",
