@@ -65,9 +65,17 @@ def out_of_turn(items: Iterable[pytest.Item]) -> Iterator[pytest.Function]:
         if isinstance(item, pytest.Function) and item.get_closest_marker("turns"):
             tests.setdefault(f"{file_of(item)}::{item.originalname}", []).append(item)
     for cases in tests.values():
-        places = [tuple(case.callspec.indices.values()) for case in cases]
-        in_turn = turns(places)
-        yield from (case for case, place in zip(cases, places, strict=True) if place not in in_turn)
+        in_turn = turns([values_of(case) for case in cases])
+        yield from (case for case, is_in_turn in zip(cases, in_turn, strict=True) if not is_in_turn)
+
+
+def values_of(case: pytest.Function) -> list[object]:
+    """Return an identity of the value of each parameter; names given together are one parameter."""
+    params = dict(case.callspec.params)
+    together = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    names = [each.split(",") if isinstance(each, str) else each for each in together]
+    found = [tuple(id(params.pop(name.strip())) for name in group) for group in names]
+    return [*found, *map(id, params.values())]
 
 
 def file_of(item: pytest.Item) -> str:

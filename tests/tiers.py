@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -23,12 +23,14 @@ def _only_on_all(case: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-def turns(places: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Return those of the cases of a test in which the values of its parameters take turns.
+def turns(cases: Sequence[Sequence[Hashable]]) -> list[bool]:
+    """Return for each case of a test whether it is one of those in which values take turns.
 
-    A case is given by the numbers of its values. The first case that is returned has the first
-    value of each parameter, the next one the second values; a parameter with fewer values begins
-    again. Each value of a parameter is in at least one of them.
+    A case consists of the values of the parameters of the test. The first case that is chosen has
+    the first value of each parameter, the next one the second values; a parameter with fewer
+    values begins again. Each value of a parameter is in at least one of them.
     """
-    counts = [len(set(values)) for values in zip(*places, strict=True)]
-    return {tuple(turn % count for count in counts) for turn in range(max(counts))}
+    columns = [[*dict.fromkeys(column)] for column in zip(*cases, strict=True)]
+    longest = max(map(len, columns))
+    chosen = {tuple(each[turn % len(each)] for each in columns) for turn in range(longest)}
+    return [tuple(case) in chosen for case in cases]

@@ -168,6 +168,7 @@ LARGE = SIZE_LIMIT // 4
 """Characters of a text that is read to its end in a second."""
 
 
+@pytest.mark.push
 def test_large_garbage_is_told_quickly(tmp_path: Path) -> None:
     """PyYAML's scanner calls up to five functions for a character."""
     path = tmp_path / "a.yaml"

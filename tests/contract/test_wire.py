@@ -116,6 +116,7 @@ def planned_wire(name: str, entries: int, buckets: int, device: str = "cpu") -> 
     return plan_wire(config, dataclasses.replace(rank, buckets=[bucket] * buckets))
 
 
+@pytest.mark.push
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
 def test_means_in_progress_hold_encoded_values_and_few_chunks(name: str, feedback: bool) -> None:

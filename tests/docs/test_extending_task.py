@@ -23,6 +23,7 @@ def on_rank_with_the_page(groups: ProcessGroups, flags: str, run_dir: Path) -> d
     return train(groups, flags, run_dir, extending.MODULE.CircleTask())
 
 
+@pytest.mark.push
 @pytest.mark.parametrize("more", ["", "--grad-path topk", "--bf16 --use-distributed-optimizer"])
 def test_the_page_trains(ranks: Ranks, tmp_path: Path, more: str) -> None:
     curves = []

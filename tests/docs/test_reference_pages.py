@@ -297,6 +297,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.push
 @pytest.mark.parametrize(
     ("flags", "tp", "is_sharded"),
     [

@@ -85,6 +85,7 @@ def same(found: list[Hypothesis], wanted: list[Hypothesis]) -> None:
         assert math.isclose(one.score, other.score, rel_tol=0.0, abs_tol=5e-5)
 
 
+@pytest.mark.push
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 1.7])
 def test_a_beam_that_holds_everything_finds_the_best_sentence(penalty: float) -> None:
     longest = 3  # 3 + 9 + 27 sentences

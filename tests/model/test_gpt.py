@@ -213,6 +213,7 @@ def test_stages_compose_to_the_whole(variant: str) -> None:
     assert len(names) == len(expected) + (1 if config.tied else 0)
 
 
+@pytest.mark.push
 # torch's own tracing looks at `.grad` of tensors that are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -240,6 +241,7 @@ RECOMPUTATIONS = {
 }
 
 
+@pytest.mark.push
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("recompute", RECOMPUTATIONS)
 def test_compiled_layers_are_recomputed_with_their_dropout(recompute: str) -> None:

@@ -199,6 +199,7 @@ def on_rank_of_grid(
     return found
 
 
+@pytest.mark.push
 @pytest.mark.parametrize("pruned", [False, True], ids=["dense", "pruned"])
 @pytest.mark.parametrize("grid", ["TP2", "TP4", "TP2xDP2", "PP2xDP2", "TP2xPP2"])
 def test_grids_draw_what_one_rank_draws(ranks: Ranks, grid: str, pruned: bool) -> None:

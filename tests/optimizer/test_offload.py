@@ -360,6 +360,7 @@ def _model(shared: float, rule: UpdateRule, bucket_size: int) -> dict[str, int]:
     }
 
 
+@pytest.mark.push
 @pytest.mark.parametrize("shared", [1.0, 0.3])
 @pytest.mark.parametrize(("rule", "each"), [(ADAM, 14), (MOMENTUM, 10)])
 def test_the_device_holds_16_bytes_an_entry_of_a_bucket(

@@ -18,6 +18,8 @@ from tests.pipeline.grids import grid, masters, train_by_hand, trainer_on
 from tests.ranks import Ranks
 from tests.training.harness import metrics_of
 
+pytestmark = pytest.mark.push
+
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 UNTIED = f"{DROPOUT} --untie-embeddings-and-output-weights"
 DRY = "--attention-dropout 0 --hidden-dropout 0"

@@ -42,6 +42,7 @@ def on_rank_example(groups: ProcessGroups, path: str) -> list[float]:
     return runpy.run_path(path)["main"]()
 
 
+@pytest.mark.push
 @by_name
 def test_example_learns(ranks: Ranks, example: Path) -> None:
     for losses in ranks.run(2, on_rank_example, str(example)):

@@ -19,6 +19,8 @@ from megatron.report.facts import tiles
 from megatron.status import Status, write_status
 from tests.metrics.helpers import evaluated, make_metrics, record
 
+pytestmark = pytest.mark.push
+
 CANARY = "<script>alert('canary')</script>\"'&<img src=x onerror=alert(1)>"
 
 

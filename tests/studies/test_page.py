@@ -14,6 +14,8 @@ from tools.studies.page import StudyReport, caption, report_of, write_report
 from tools.studies.pictures import ParetoPicture, pictures_of
 from tools.studies.statistics import training_seconds
 
+pytestmark = pytest.mark.push
+
 ROWS = [
     row("dense", 1, 5.0),
     row("dense", 2, 5.2),

@@ -94,6 +94,7 @@ def test_a_config_of_another_task_is_refused(tmp_path: Path) -> None:
 # ---- training ------------------------------------------------------------------------------------
 
 
+@pytest.mark.push
 @pytest.mark.turns
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("world", [1, 2])
@@ -128,6 +129,7 @@ def test_ranks_may_count_differently(ranks: Ranks, tmp_path: Path) -> None:
     assert metrics_of(tmp_path / "2", "images") == counts
 
 
+@pytest.mark.push
 @pytest.mark.parametrize(
     "precision",
     [

@@ -222,6 +222,7 @@ def load_flags(told: str) -> str:
     return line.removeprefix("start a run from it with ")
 
 
+@pytest.mark.push
 @pytest.mark.parametrize(
     "path",
     [

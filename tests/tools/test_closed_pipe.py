@@ -23,6 +23,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.push
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_program_ends_silently_with_its_reader(command: str) -> None:
     reader, writer = os.pipe()

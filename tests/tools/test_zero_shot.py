@@ -179,6 +179,7 @@ def judged(pairs: Iterable[tuple[int, int]], size: int) -> tuple[list[Example], 
     return examples, scores
 
 
+@pytest.mark.push
 def test_f1_of_two_and_of_three_classes() -> None:
     pairs = [(1, 1)] * 6 + [(1, 0)] * 2 + [(0, 1)] * 4 + [(0, 0)] * 3
     found = accuracy_and_f1(*judged(pairs, 2))
