@@ -166,7 +166,9 @@ def lower_priority_of_event_loops() -> None:
     """Give gloo's event loops, one thread for each group, the lowest priority.
 
     An event loop polls without a pause while another thread holds the lock of a connection. Where
-    ranks share cores, the loop would use up its time slice before that thread can go on.
+    ranks share cores, the loop would use up its time slice before that thread can go on. The
+    program leaves the priority alone: beside compute a run gains little on shared cores, and over a
+    slow link it loses overlap, as the loops then send late.
     """
     for task in Path("/proc/self/task").iterdir():
         # A thread may end at any time.
