@@ -85,7 +85,8 @@ class Row(NamedTuple):
         _, cut = GRIDS[self.grid]
         name = self.path.split()[0]
         return (
-            f"{TINY} --train-iters {STEPS} --grad-path {name} {PATHS[self.path]} "
+            f"{TINY} --global-batch-size 8 --train-iters {STEPS} "
+            f"--grad-path {name} {PATHS[self.path]} "
             f"--tensor-model-parallel-size {cut.get('tp', 1)} "
             f"--pipeline-model-parallel-size {cut.get('pp', 1)} --grad-wire {self.wire} "
             f"{FORMATS[self.format]} {PLACES[self.place]}"
