@@ -7,7 +7,7 @@
 #   scripts/test.sh --record             --push, then write CPU seconds to tests/durations.json
 #   scripts/test.sh PYTEST ARGUMENTS     some tests, e.g. scripts/test.sh tests/data -k blended
 # Ends with the seconds of each part, and but for some tests with CPU minutes by folder.
-# LINT=0 leaves out all but pytest; WORKERS (2): files of tests at a time, 0 for one in order.
+# LINT=0 leaves out all but pytest; WORKERS (3): files of tests at a time, 0 for one in order.
 # VENV, PYTHON: see setup_env.sh.
 set -euo pipefail
 # shellcheck source=setup_env.sh
@@ -66,9 +66,9 @@ tests() {
   python -m pytest "--cpu-seconds=$parts/$name.json" "$@"
 }
 
-# Two files at a time: many tests wait for a process, or use one core. The longest of
+# Three files at a time for two cores: many tests wait for a process. The longest of
 # tests/durations.json start first; xdist would start the files with most tests first.
-workers=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
+workers=(-n "${WORKERS:-3}" --dist loadfile --no-loadscope-reorder)
 settings=() record=()
 case $* in
   "") tier="not push and not full" ;;
