@@ -3,7 +3,8 @@
 `step` is a number, or `3+` for step 3 and all steps after it. stderr tells when a fault strikes.
 Kinds: kill, raise, exit0 (os._exit), sys-exit0, oom, hang, stop (SIGSTOP), extra-collective,
 skip-collective (the next all-reduce), nan, inf (in one gradient), spike (100 times the loss, on a
-rank that has a loss), drift (one bit of one weight), slow (1 s), slow-tracker (rank 0 has a tracker
+rank that has a loss), drift (one bit of one weight), slow (1 s), held (until a signal asks this
+rank to save or to leave), slow-tracker (rank 0 has a tracker
 that takes TRACKER_SECONDS to close). `tests/faults/program.py` is pretrain_gpt.py with these
 faults; nothing in the product knows of them.
 """
@@ -24,7 +25,7 @@ from megatron import pretrain
 from megatron.errors import ConfigError
 from megatron.fault_tolerance.heartbeat import PHASES
 from megatron.parallel.dims import Coordinates
-from tests.limits import SLOWNESS
+from tests.limits import LIMIT, SLOWNESS
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from megatron.training import Trainer
 
 KINDS = (
-    "kill", "raise", "exit0", "sys-exit0", "oom", "stop", "hang", "slow", "extra-collective",
-    "skip-collective", "nan", "inf", "spike", "drift", "slow-tracker",
+    "kill", "raise", "exit0", "sys-exit0", "oom", "stop", "hang", "slow", "held",
+    "extra-collective", "skip-collective", "nan", "inf", "spike", "drift", "slow-tracker",
 )  # fmt: skip
 TRACKER_SECONDS = 12.0 * SLOWNESS
 """More than a phase "leaving" may take, and than the timeout of collectives of these tests."""
@@ -120,6 +121,12 @@ def _out_of_memory(trainer: Trainer) -> None:
     raise MemoryError("injected fault")
 
 
+def _held(trainer: Trainer) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not trainer._pending() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def _extra_collective(trainer: Trainer) -> None:
     import torch
     import torch.distributed as dist
@@ -201,6 +208,7 @@ _STRIKE: dict[str, Callable[[Trainer], None]] = {
     "stop": lambda trainer: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": lambda trainer: time.sleep(3600),
     "slow": lambda trainer: time.sleep(1),
+    "held": _held,
     "extra-collective": _extra_collective,
     "skip-collective": _skip_collective,
     "nan": _poison(math.nan),

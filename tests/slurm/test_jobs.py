@@ -47,7 +47,9 @@ BY_MPI = {
 NO_PLUGIN = {"STEP_LAUNCHER": "srun", "SLURM_MPI_TYPE": "absent"}
 NO_MPI = {"STEP_LAUNCHER": "srun", "SLURM_MPI_TYPE": "none"}
 SLOWLY = "slow:0:3+:data"
-"""A fault that slows a run down, so that it still runs when a test acts on it."""
+"""A fault that slows a run down, so that it still runs when Slurm warns it."""
+HELD = "held:0:{step}+:data"
+"""A fault that holds a run until it is told to leave, however long the test takes to act."""
 
 
 def status_of(run_dir: Path) -> dict[str, Any]:
@@ -70,6 +72,8 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         call("scancel", "--batch", "--signal=USR1", job.number)
 
     def submit(name: str, flags: str, **more: Any) -> SlurmJob:
+        if "then" in more:
+            more["FIRST_FAULT"] = HELD.format(step=more["at"] + 1)
         more = {**common, **more}
         return cluster.submit(folder / name.replace("+", "-"), flags, **more)
 
