@@ -100,7 +100,7 @@ else
 fi
 join
 if [[ $tier != none ]]; then
-  part budget python -m tests.budget "$parts" "${record[@]}"
+  part budget python -m tests.budget "$parts" "${settings[@]}" "${record[@]}"
 fi
 printf '%s s\n' "${seconds[@]}"
 if ((${#failed[@]})); then
