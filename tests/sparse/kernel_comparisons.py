@@ -1,7 +1,8 @@
 """Each Triton kernel that chooses entries beside plain torch, on a device; `tests/gpu` calls these
 too.
 
-Run as a program, those that it names run on the CPU, by Triton's interpreter.
+As a program this module runs the comparisons that its arguments name on the CPU, by Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -184,4 +185,5 @@ COMPARISONS = (compare_counting, compare_bit_writing, compare_selection)
 
 
 if __name__ == "__main__":
-    sys.exit(compare_all([each for each in COMPARISONS if each.__name__ in sys.argv[1:]]))
+    named = {each.__name__: each for each in COMPARISONS}
+    sys.exit(compare_all([named[name] for name in sys.argv[1:]]))
