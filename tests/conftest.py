@@ -70,7 +70,10 @@ def out_of_turn(items: Iterable[pytest.Item]) -> Iterator[pytest.Function]:
 
 
 def values_of(case: pytest.Function) -> list[object]:
-    """Return an identity of the value of each parameter; names given together are one parameter."""
+    """Return the identity of the value of each parameter, as values need not be hashable.
+
+    Names that one mark gives together are one parameter.
+    """
     params = dict(case.callspec.params)
     together = [mark.args[0] for mark in case.iter_markers("parametrize")]
     names = [each.split(",") if isinstance(each, str) else each for each in together]

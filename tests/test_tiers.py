@@ -15,6 +15,17 @@ def test_values_of_parameters_take_turns() -> None:
     assert chosen == [("a", "x", "1"), ("a", "z", "1"), ("b", "y", "1")]
 
 
+@pytest.mark.turns
+@pytest.mark.parametrize("place", range(2))
+@pytest.mark.parametrize(("name", "options"), [("a", {}), ("b", {"x": 1}), ("c", {})])
+def test_cases_out_of_turn_have_the_mark_full(
+    request: pytest.FixtureRequest, name: str, options: dict[str, int], place: int
+) -> None:
+    """Names given together are one parameter, and values may be unhashable."""
+    is_in_turn = (name, place) in {("a", 0), ("b", 1), ("c", 0)}
+    assert (request.node.get_closest_marker("full") is None) == is_in_turn, options
+
+
 @pytest.mark.parametrize("cases", [["a", "b"], [("a", 1), ("b", 2)]])
 def test_a_sample_leaves_the_other_cases_to_all(cases: list[object]) -> None:
     first, second = sampled(cases, cases[:1])
