@@ -4,9 +4,9 @@
 Kinds: kill, raise, exit0 (os._exit), sys-exit0, oom, hang, stop (SIGSTOP), extra-collective,
 skip-collective (the next all-reduce), nan, inf (in one gradient), spike (100 times the loss, on a
 rank that has a loss), drift (one bit of one weight), slow (1 s), held (until a signal asks this
-rank to save or to leave), slow-tracker (rank 0 has a tracker
-that takes TRACKER_SECONDS to close). `tests/faults/program.py` is pretrain_gpt.py with these
-faults; nothing in the product knows of them.
+rank to save or to leave), slow-tracker (rank 0 has a tracker that takes TRACKER_SECONDS to close).
+`tests/faults/program.py` is pretrain_gpt.py with these faults; nothing in the product knows of
+them.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def _out_of_memory(trainer: Trainer) -> None:
 
 
 def _held(trainer: Trainer) -> None:
+    """Wait for a request to save or to leave; after `LIMIT` seconds the run goes on without it."""
     deadline = time.monotonic() + LIMIT
     while not trainer._pending() and time.monotonic() < deadline:
         time.sleep(0.05)

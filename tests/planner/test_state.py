@@ -101,9 +101,9 @@ CASES = {
 ON_PUSH = (
     "in turns", "kahan", "int8 zero", "int8 offloaded", "sparse fragments", "wire zero",
     "nodes samo", "radius zero, overlapped", "both", "powersgd share", "roundrobin cut",
-    "demo cut", "lowrank",
+    "demo cut", "lowrank", "topk",
 )  # fmt: skip
-"""Every path, wire, format and place of the states, and axis of the grid, at least once."""
+"""Every path, place of the states and axis of the grid, and an encoded wire, at least once."""
 IN_SHARDS = ("radius nodes", "rolling nodes", "both nodes")
 """Cases in which ranks of a node select from shards of a bucket."""
 QUESTIONS = 128

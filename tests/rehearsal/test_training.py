@@ -47,7 +47,7 @@ CASES = {
 ON_PUSH = (
     "dense-fp16-dropout", "offload-clipped", "radius-rolling-fp32", "samo-dsr-bf16",
 )  # fmt: skip
-"""One case of each kind of stream, copy and kernel."""
+"""A case of dropout, of states in host memory, of Radius and of SAMO."""
 # What the host waits for in every step. It may need no more: each wait drains the device's queue.
 HOST_WAITS = [
     "megatron/data_parallel/engine.py _agree: copy to the host",

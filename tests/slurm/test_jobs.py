@@ -124,14 +124,14 @@ def found_or_skip(name: str, jobs: dict[str, SlurmJob]) -> SlurmJob:
     return jobs[name]
 
 
-def assert_resumed(job: SlurmJob, wanted: list[float], *, or_more: bool = False) -> None:
+def assert_resumed(job: SlurmJob, wanted: list[float], *, limited: bool = False) -> None:
     """Assert that the job resumed once where it had left, with the losses of an unbroken run.
 
-    With `or_more` it may have resumed more often: Slurm warns each start of a job with a short time
-    limit that takes longer, as on a machine with other work.
+    A job that Slurm warns of its time limit may resume more often on a slow machine, where another
+    start meets the limit too.
     """
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
-    assert job.restarts == 1 or (or_more and job.restarts > 1), job.log
+    assert job.restarts >= 1 if limited else job.restarts == 1, job.log
     assert status_of(job.run_dir)["state"] == "done"
     assert metrics_of(job.run_dir) == wanted
 
@@ -141,7 +141,7 @@ def test_a_warned_job_ends_as_one_that_was_never_stopped(
     path: str, jobs: dict[str, SlurmJob], ranks: Ranks, tmp_path: Path
 ) -> None:
     job = jobs[path]
-    assert_resumed(job, unbroken(ranks, FLAGS[path], tmp_path), or_more=path == "dense")
+    assert_resumed(job, unbroken(ranks, FLAGS[path], tmp_path), limited=path == "dense")
     assert re.search(r"exit code 75 at step \d+, from step 0: requeueing", job.log), job.log
     first = min((job.run_dir / "checkpoints").glob("step_*"))
     assert 1 <= read_manifest(first).step < LAST[path]
