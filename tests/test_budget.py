@@ -36,10 +36,10 @@ def test_seconds_of_processes_that_run_and_that_ended_count() -> None:
     live.communicate(b"\n")
 
 
-def run_of(folder: Path, **files: budget.Took) -> int:
+def run_of(folder: Path, *options: str, **files: budget.Took) -> int:
     (folder / budget.CALIBRATION).write_text(json.dumps({"cpu": 4.0, "wall": 5.0}))
     (folder / "main.json").write_text(json.dumps({"collection": 20.0, "files": files}))
-    return budget.main([str(folder)])
+    return budget.main([str(folder), *options])
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,13 @@ def test_above_a_limit_is_a_warning_and_above_twice_the_limit_an_error(
     assert run_of(tmp_path, **files) == code
     out = capsys.readouterr().out
     assert told in out and ("calibrations of CPU time" in out) == bool(told)
+
+
+def test_a_run_of_everything_has_no_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_of(tmp_path, "--all", **{"tests/x.py": (1e6, 1e6, "test_x")}) == 0
+    assert "calibrations of CPU time" not in capsys.readouterr().out
 
 
 def test_a_record_is_read_as_it_was_written(
