@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     @property
     def values(self) -> Values:
-        """What distinguishes the row from others."""
+        """The path with its options, the wire, the place of the states, and the number of ranks."""
         case = self.case
         options = tuple(case.options.items())
         return (case.name, options), case.wire, case.states, self.world
