@@ -136,6 +136,14 @@ def groups_of_a_file(pools: list[Ranks]) -> Iterator[None]:
         pool.drop_groups()
 
 
+@pytest.fixture(autouse=True)
+def groups_of_tests(pools: list[Ranks]) -> Iterator[None]:
+    """Drop the process groups that the tests of a file made as soon as they are many."""
+    yield
+    for pool in pools:
+        pool.drop_many_groups()
+
+
 @pytest.fixture(scope="session")
 def mpiexec() -> str:
     """Return the path of the mpiexec of the MPI library that mpi4py finds."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron.parallel.groups import ProcessGroups
 
 MOST_THREADS = 60
-"""Maximum number of threads of a rank between two test files; each group has three."""
+"""Maximum number of threads of a rank between two tests; each group has three."""
 
 
 class Ranks:
@@ -66,6 +66,11 @@ class Ranks:
             if max(self.run(world, _drop_groups)) > MOST_THREADS:
                 self._pools.pop(world).close()
 
+    def drop_many_groups(self) -> None:
+        """Destroy the process groups that tests made, if they are many."""
+        if any(pool.threads() > MOST_THREADS for pool in self._pools.values()):
+            self.drop_groups()
+
     def close(self) -> None:
         """End every process."""
         while self._pools:
@@ -94,6 +99,10 @@ class Pool(ABC):
         if failures:
             raise AssertionError("\n".join(failures))
         return [result for _, result in replies]
+
+    def threads(self) -> int:
+        """Return the largest number of threads of a rank, 0 if it is not known."""
+        return 0
 
     def close(self) -> None:
         """End the processes and remove their files."""
@@ -140,6 +149,9 @@ class Spawned(Pool):
             theirs.close()
             self.pipes.append(ours)
             self._processes.append(process)
+
+    def threads(self) -> int:
+        return max(len(os.listdir(f"/proc/{process.pid}/task")) for process in self._processes)
 
     def end_processes(self) -> None:
         for process in self._processes:
