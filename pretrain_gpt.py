@@ -101,14 +101,17 @@ def train_valid_test_datasets_provider(
     """
     from megatron.data.build import build_datasets
 
+    data = config.data
+    has_documents = data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask
     return build_datasets(
-        config.data,
+        data,
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         samples=samples,
         vocab_size=vocabulary.size,
         log=log,
         tokenizer_fingerprint=vocabulary.fingerprint,
+        mark=vocabulary.eod if has_documents else None,
     )
 
 

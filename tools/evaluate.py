@@ -47,7 +47,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.data.raw_text import TEXT_UNITS  # noqa: E402
+from megatron.config.fields import whole_number  # noqa: E402
+from megatron.data.raw_text import UNITS_IN_WORDS, text_unit  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from tools.evaluation.bits_per_byte import bits_per_byte, read_documents  # noqa: E402
 from tools.evaluation.figures import both_accuracies, of_words, plain, preferences  # noqa: E402
@@ -110,8 +111,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """
     if options.task == BITS_PER_BYTE:
         (key,) = options.json_keys or ("text",)
-        text_unit = options.text_unit or "file"
-        documents = read_documents(options.file, key=key, text_unit=text_unit, limit=options.limit)
+        unit = options.text_unit or "file"
+        documents = read_documents(options.file, key=key, text_unit=unit, limit=options.limit)
         scorer = _scorer(options)
         return {**_head(options, scorer), **bits_per_byte(scorer, documents)}
     task = TASKS[options.task]
@@ -174,9 +175,20 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="TASK",
         help="what the lines are: " + ", ".join((*TASKS, BITS_PER_BYTE)),
     )
-    add("--batch-size", type=int, default=8, help="texts computed at once (default: 8)")
-    add("--limit", type=int, default=None, metavar="N", help="the first N lines or documents alone")
-    add("--checkpoint-step", type=int, default=None, help="step to load (default: the newest)")
+    add("--batch-size", type=whole_number, default=8, help="texts computed at once (default: 8)")
+    add(
+        "--limit",
+        type=whole_number,
+        default=None,
+        metavar="N",
+        help="the first N lines or documents alone",
+    )
+    add(
+        "--checkpoint-step",
+        type=whole_number,
+        default=None,
+        help="step to load (default: the newest)",
+    )
     add("--json", action="store_true", help="one JSON object in place of lines")
     text = parser.add_argument_group(f"text of {BITS_PER_BYTE}")
     text.add_argument(
@@ -187,9 +199,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     text.add_argument(
         "--text-unit",
-        choices=TEXT_UNITS,
-        help="what is a document in plain text; paragraphs are set apart by blank lines (default: "
-        "file)",
+        type=text_unit,
+        metavar="UNIT",
+        help=f"what is a document in plain text: {UNITS_IN_WORDS} (default: file)",
     )
     add_tokenizer_flags(parser)
     return parser.parse_args(arguments)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from megatron.checkpoint.find import CHECKPOINTS  # noqa: E402
 from megatron.checkpoint.io import FILES, remove_folder  # noqa: E402
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import DataConfig, GPTConfig, ModelConfig, TrainingConfig, resolve, to_yaml  # noqa: E402
+from megatron.config.fields import whole_number  # noqa: E402
 from megatron.data.local_file import read_json_object  # noqa: E402
 from megatron.data.vocabulary import Vocabulary  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 MODEL_YAML = "model.yaml"
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
+_WRAPPED = re.compile(r"^((_orig_mod|module)\.)+")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,25 +154,28 @@ def _weights(
 class _WeightState(Mapping[str, "torch.Tensor"]):
     """Tensors by their names in a file, or in the files of an index, read on access.
 
-    `leave_out` has the names that transformers ignores if config.json ties their weights.
+    `leave_out` has the names that transformers ignores if config.json ties their weights. Prefixes
+    that torch.compile and data-parallel wrappers set before all names are left out.
     """
 
     def __init__(self, source: Path, stack: ExitStack, *, leave_out: Sequence[str]) -> None:
         from safetensors import SafetensorError, safe_open
 
         self._source, self._error = source, SafetensorError
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Any, str]] = {}
         for name in _weight_files(source):
             with self._failing(name):
                 # safe_open reports an unreadable file as missing.
                 (source / name).open("rb").close()
                 file = stack.enter_context(safe_open(str(source / name), framework="pt"))
-            self._files |= {key: file for key in file.keys() if key not in leave_out}  # noqa: SIM118
+            for key in file.keys():  # noqa: SIM118
+                if (known := _WRAPPED.sub("", key)) not in leave_out:
+                    self._files[known] = file, key
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        file = self._files[key]
-        with self._failing(key):
-            return file.get_tensor(key)
+        file, stored = self._files[key]
+        with self._failing(stored):
+            return file.get_tensor(stored)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -187,13 +193,16 @@ class _WeightState(Mapping[str, "torch.Tensor"]):
 
 
 def _weight_files(source: Path) -> list[str]:
+    """Return the files that transformers would read: one file wins over an index of several."""
+    if (source / _ONE).is_file():
+        if (source / _INDEX).is_file():
+            print(f"{source}: {_ONE} is read; {_INDEX} and its files are not", file=sys.stderr)
+        return [_ONE]
     if (source / _INDEX).is_file():
         names = read_json_object(source / _INDEX).get("weight_map", {})
         if not isinstance(names, Mapping):
             raise CheckpointError(f"{source / _INDEX}: weight_map: must be an object")
         return sorted({Path(str(name)).name for name in names.values()})
-    if (source / _ONE).is_file():
-        return [_ONE]
     pickled = (source / "pytorch_model.bin").exists()
     more = "; pytorch_model.bin is a pickle and is not opened: save it again as safetensors"
     raise CheckpointError(f"{source}: no {_ONE} there{more if pickled else ''}")
@@ -292,7 +301,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("output", type=Path, metavar="OUT", help="folder to make")
     add(
         "--seq-length",
-        type=int,
+        type=whole_number,
         default=None,
         metavar="N",
         help="tokens in a sample of the training to come (default: all positions)",

@@ -20,6 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # allows running without installation
 
+from megatron.config.fields import whole_number  # noqa: E402
+from megatron.data.local_file import require_regular  # noqa: E402
 from megatron.data.preprocess import (  # noqa: E402  # noqa: E402
     EncodeOptions,
     PreprocessCounts,
@@ -31,12 +33,15 @@ from megatron.data.preprocess import (  # noqa: E402  # noqa: E402
     preprocess,
 )
 from megatron.data.raw_text import (  # noqa: E402
-    TEXT_UNITS,
+    UNITS_IN_WORDS,
     find_inputs,
+    format_of,
     read_batches,
     read_dataset,  # noqa: E402
+    text_unit,
 )
-from megatron.data.tokenizer import TOKENIZER_TYPES  # noqa: E402
+from megatron.data.raw_tokens import TOKEN_DTYPES, convert_tokens  # noqa: E402
+from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 
 MOST_WORKERS = 1024
@@ -69,21 +74,33 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--input",
         nargs="+",
         metavar="PATH",
-        help="files, folders or globs: .jsonl/.json (an object a line), .parquet, or plain text; "
-        ".gz, .bz2 and .xz are unpacked on the way",
+        help="files, folders or globs: JSON lines (an object a line), Parquet, or plain text, by "
+        "the suffix or the content; .gz, .bz2, .xz and .zst are unpacked on the way",
     )
     source.add_argument("--dataset", metavar="NAME", help="a data set of the `datasets` package")
     source.add_argument("--dataset-split", default="train", help="its split (default: train)")
-    source.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
+    source.add_argument(
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="fields of an object, or columns, each of which makes an output (default: text)",
+    )
     source.add_argument(
         "--text-unit",
-        choices=TEXT_UNITS,
+        type=text_unit,
         default="file",
-        help="what is a document in plain text; paragraphs are set apart by blank lines",
+        metavar="UNIT",
+        help=f"what is a document in plain text: {UNITS_IN_WORDS} (default: file)",
+    )
+    source.add_argument(
+        "--token-dtype",
+        choices=TOKEN_DTYPES,
+        help="the files of --input are flat arrays of token ids of this type, as nanoGPT and llm.c "
+        "write them; documents end with the tokenizer's mark",
     )
     source.add_argument(
         "--max-bad-lines",
-        type=int,
+        type=whole_number,
         default=0,
         metavar="N",
         help="leave out up to N lines that are no text, naming each (default 0: stop at the first)",
@@ -97,7 +114,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="PATH",
         help="SentencePiece .model; tokenizer.json, a folder or a hub name for HuggingFace",
     )
-    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: its ids")
+    tokenizer.add_argument(
+        "--vocab-size", type=whole_number, metavar="N", help="NullTokenizer: its ids"
+    )
     tokenizer.add_argument("--append-eod", action="store_true", help="end documents with a mark")
     output = parser.add_argument_group("output and running")
     output.add_argument(
@@ -106,13 +125,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     output.add_argument("--overwrite", action="store_true", help="replace an existing output")
     output.add_argument(
         "--workers",
-        type=int,
+        type=whole_number,
         default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
         metavar="N",
         help="processes that tokenize (default: %(default)s, the cores here)",
     )
-    output.add_argument("--log-interval", type=int, default=10000, metavar="DOCUMENTS")
-    output.add_argument("--partitions", type=int, default=1, help="accepted; not needed here")
+    output.add_argument("--log-interval", type=whole_number, default=10000, metavar="DOCUMENTS")
+    output.add_argument(
+        "--partitions", type=whole_number, default=1, help="accepted; not needed here"
+    )
     output.add_argument("--keep-sequential-samples", action="store_true", help="always so here")
     output.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser.parse_args(argv)
@@ -126,7 +147,7 @@ def run(arguments: argparse.Namespace) -> PreprocessResult:
         DataError: An input is missing or damaged.
     """
     _check(arguments)
-    keys = tuple(arguments.json_keys)
+    keys = tuple(arguments.json_keys or ("text",))
     choice = TokenizerChoice(
         type=arguments.tokenizer_type,
         vocab_file=arguments.vocab_file,
@@ -134,8 +155,18 @@ def run(arguments: argparse.Namespace) -> PreprocessResult:
         model=arguments.tokenizer_model,
         vocab_size=arguments.vocab_size,
     )
-    vocab_size = load_tokenizer(choice).vocab_size
+    tokenizer = load_tokenizer(choice)
+    vocab_size = tokenizer.vocab_size
+    if getattr(tokenizer, "drops_characters", False):
+        _log(
+            f"warning: {arguments.tokenizer_model}: has neither an unknown token nor bytes to fall "
+            "back to: characters outside its vocabulary are dropped"
+        )
+    if arguments.token_dtype:
+        return _convert(arguments, tokenizer)
     files = find_inputs(arguments.input or [], log=_log)
+    if arguments.json_keys and files and all(format_of(path) == "text" for path in files):
+        raise ConfigError("--json-keys: the input is plain text, which has no keys; leave it out")
     prefixes = output_prefixes(arguments.output_prefix, keys)
     check_outputs(prefixes, inputs=files, overwrite=arguments.overwrite)
     if arguments.dataset:
@@ -156,6 +187,46 @@ def run(arguments: argparse.Namespace) -> PreprocessResult:
         )
     counts = outcome.counts
     _log(progress.line(counts))
+    if counts.empty:
+        _log(f"{counts.empty} of {counts.documents} documents have no token")
+    if counts.documents > 1 and not arguments.append_eod:
+        _log(
+            "documents end without a mark, so that training does not see where one begins; "
+            "--append-eod writes marks"
+        )
+    return _told(outcome, vocab_size)
+
+
+def _convert(arguments: argparse.Namespace, tokenizer: Tokenizer) -> PreprocessResult:
+    """Write the tokens of flat files; see `run`."""
+    for flag, given in (
+        ("--dataset", arguments.dataset),
+        ("--json-keys", arguments.json_keys),
+        ("--append-eod", arguments.append_eod),
+    ):
+        if given:
+            raise ConfigError(f"{flag}: given, but --token-dtype reads ids as they are")
+    files = [Path(name) for name in arguments.input]
+    for path in files:
+        require_regular(path)
+    prefixes = output_prefixes(arguments.output_prefix, ("text",))
+    check_outputs(prefixes, inputs=files, overwrite=arguments.overwrite)
+    with ProgressLine(
+        total=sum(path.stat().st_size for path in files), interval=arguments.log_interval
+    ) as progress:
+        outcome = convert_tokens(
+            files,
+            dtype=arguments.token_dtype,
+            tokenizer=tokenizer,
+            prefix=prefixes[0],
+            watch=progress.watch,
+        )
+    return _told(outcome, tokenizer.vocab_size)
+
+
+def _told(outcome: PreprocessResult, vocab_size: int) -> PreprocessResult:
+    """Print what was written."""
+    counts = outcome.counts
     for prefix in outcome.prefixes:
         print(
             f"wrote {prefix}.bin and .idx: {counts.documents} documents, {outcome.dtype} tokens, "

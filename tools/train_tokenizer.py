@@ -14,13 +14,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # allows running without installation
 
+from megatron.config.fields import whole_number  # noqa: E402
 from megatron.data.local_file import is_folder, stat_of  # noqa: E402
 from megatron.data.preprocess import extract_texts  # noqa: E402
 from megatron.data.raw_text import (  # noqa: E402
-    TEXT_UNITS,
+    UNITS_IN_WORDS,
     RecordBatch,  # noqa: E402
     find_inputs,
     read_batches,
+    text_unit,
 )
 from megatron.data.tokenizer import unencodable  # noqa: E402
 from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
@@ -34,12 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH")
     parser.add_argument("--output", required=True, type=Path, metavar="tokenizer.json")
-    parser.add_argument("--vocab-size", type=int, default=8192, metavar="N")
+    parser.add_argument("--vocab-size", type=whole_number, default=8192, metavar="N")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
-    parser.add_argument("--text-unit", choices=TEXT_UNITS, default="paragraph")
+    parser.add_argument(
+        "--text-unit",
+        type=text_unit,
+        default="paragraph",
+        metavar="UNIT",
+        help=f"what is a document in plain text: {UNITS_IN_WORDS} (default: paragraph)",
+    )
     parser.add_argument(
         "--max-bytes",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="stop reading after so many bytes of text (default: all)",
     )

@@ -58,6 +58,15 @@ GPT_PAIRS: tuple[RefusedPair, ...] = (
         "give one kind",
     ),
     refused_pair(
+        "multiple_validation_sets with weights of valid_data_path",
+        lambda c: (
+            c.data.multiple_validation_sets
+            and any(item.replace(".", "", 1).isdigit() for item in c.data.valid_data_path or ())
+        ),
+        "each set is evaluated on its own",
+        "give --valid-data-path prefixes alone",
+    ),
+    refused_pair(
         "full_validation with mock_data",
         lambda c: c.evaluation.full_validation and c.data.mock_data,
         "generated data have no end",

@@ -838,6 +838,11 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = option(
         default=None, help="As data_path, for the final test only (none = off)."
     )
+    multiple_validation_sets: bool = option(
+        default=False,
+        help="Evaluate each file of valid_data_path, which then has no weights, or of data_path as "
+        "a set of its own, and log the loss of each; the validation loss is their mean.",
+    )
     split: str = option(
         default="969, 30, 1", help="Shares of data_path for training, validation and test."
     )

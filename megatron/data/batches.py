@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -79,7 +79,8 @@ class Readers:
 
     train: Reader | None
     """None only for a run that does not train (`--skip-train`)."""
-    valid: Reader | None = None
+    valid: Reader | Mapping[str, Reader] | None = None
+    """Several by name are evaluated one after the other, each with its means."""
     test: Reader | None = None
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,8 @@ from megatron.data.indexed_dataset import IndexedDataset, bin_path
 from megatron.data.sidecar import check_sizes, read_sidecar, sidecar_path
 from megatron.errors import DataError
 
+_LOOKED_AT = 32
+"""Documents of a file whose ends are looked at."""
 _MODULUS = 256
 _STEPS = 4
 
@@ -70,7 +74,8 @@ class Datasets:
     """The data sets of training, validation and test; None if not requested."""
 
     train: SampleSource | None
-    valid: SampleSource | None
+    valid: SampleSource | Mapping[str, SampleSource] | None
+    """Several sets have names (`multiple_validation_sets`)."""
     test: SampleSource | None
 
 
@@ -83,13 +88,15 @@ def build_datasets(
     vocab_size: int,
     log: Log,
     tokenizer_fingerprint: str | None = None,
+    mark: int | None = None,
 ) -> Datasets:
     """Return the data sets of a run, with at least `samples` samples in train, valid and test.
 
     None samples stand for one pass over the whole split. A set is None for 0 samples, for a share
     of 0 in `--split`, without a path of its own if paths are given per split, and for a whole pass
-    over generated data, which have no end. Every process that calls this function with the same
-    arguments gets the same samples; the first one writes the index caches.
+    over generated data, which have no end. A share of validation or test that comes to no document
+    gives no set either, and in a blend nothing of this file. Every process that calls this
+    function with the same arguments gets the same samples; the first one writes the index caches.
 
     Args:
         data_config: The settings that select the files.
@@ -99,6 +106,8 @@ def build_datasets(
         vocab_size: Entries of the tokenizer's vocabulary, without padding.
         log: Receives a line per corpus (documents, tokens, samples, epochs) and warnings.
         tokenizer_fingerprint: Fingerprint of the tokenizer, if known.
+        mark: The id that ends a document, if the run treats documents apart; data without it get
+            a warning.
 
     Raises:
         DataError: Data are missing, damaged, too small or of another tokenizer.
@@ -120,16 +129,33 @@ def build_datasets(
         seed=seed,
         vocab_size=vocab_size,
         fingerprint=tokenizer_fingerprint,
+        mark=mark,
         log=log,
         cache=IndexCache(data_config.data_cache_path, log=log),
     )
     sources = split_sources(data_config)
     _warn_of_overlap(sources, log)
-    train, valid, test = (
-        builder.build(split, source, count) if source is not None and count != 0 else None
+    asked = [
+        (split, source, count) if source is not None and count != 0 else None
         for split, source, count in zip(SPLITS, sources, samples, strict=True)
+    ]
+    train, valid, test = asked
+    build_valid = builder.build_apart if data_config.multiple_validation_sets else builder.build
+    return Datasets(
+        train=train and builder.build(*train),
+        valid=valid and build_valid(*valid),
+        test=test and builder.build(*test),
     )
-    return Datasets(train=train, valid=valid, test=test)
+
+
+def _set_names(prefixes: Sequence[str]) -> list[str]:
+    """Return the names of validation sets: those of their files, with a number if two are equal."""
+    names = [
+        Path(prefix).name.removesuffix("_document").removesuffix("_text") for prefix in prefixes
+    ]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name}-{number}" for number, name in enumerate(names)]
 
 
 def _warn_of_overlap(sources: Sequence[Source | None], log: Log) -> None:
@@ -155,16 +181,36 @@ class _Builder:
     seed: int
     vocab_size: int
     fingerprint: str | None
+    mark: int | None
     log: Log
     cache: IndexCache
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
-    def build(self, split: str, source: Source, count: int | None) -> SampleSource:
-        """Return one split: a single file, or parts drawn by weight; all of it without `count`."""
-        blend = source.blend
+    def build_apart(
+        self, split: str, source: Source, count: int | None
+    ) -> dict[str, SampleSource] | None:
+        """Return each file of a split as a set, by name; None if the share of each is empty."""
+        sets = dict[str, SampleSource]()
+        prefixes = source.blend.prefixes
+        for name, prefix in zip(_set_names(prefixes), prefixes, strict=True):
+            blend = Blend(prefixes=(prefix,), weights=None)
+            made = self.build(split, dataclasses.replace(source, blend=blend), count)
+            if made is not None:
+                sets[name] = made
+        return sets or None
+
+    def build(self, split: str, source: Source, count: int | None) -> SampleSource | None:
+        """Return one split: a single file, or parts drawn by weight; all of it without `count`.
+
+        None if its share of every file comes to no document.
+        """
         documents = {
-            prefix: self._documents(split, source, prefix) for prefix in set(blend.prefixes)
+            prefix: self._documents(split, source, prefix) for prefix in set(source.blend.prefixes)
         }
+        blend = _with_documents(source.blend, documents)
+        if blend is None:
+            self.log(f"data: there is no {split} set")
+            return None
 
         def part(prefix: str, asked: int | None) -> GPTDataset:
             return GPTDataset(
@@ -252,16 +298,25 @@ class _Builder:
             check_sizes(prefix)
             check_tokenizer(indexed, vocab_size=self.vocab_size, fingerprint=self.fingerprint)
             self.opened[prefix] = indexed
+            if self.mark is not None and not ends_with(indexed, self.mark):
+                self.log(
+                    f"warning: {prefix}: no document ends with the mark {self.mark}: --eod-mask-"
+                    "loss, --reset-position-ids and --reset-attention-mask have no effect on it; "
+                    "tools/preprocess_data.py --append-eod writes marks"
+                )
         found = documents_of(source.fractions, len(indexed))
         if not found:
             start, stop = source.fractions
-            raise DataError(
+            text = (
                 f"{prefix}: {split}: split {self.data_config.split!r} takes documents "
                 f"round({start:.6g} x {len(indexed)}) = {found.start} to round({stop:.6g} x "
                 f"{len(indexed)}) = {found.stop}: none; give {split} a larger share or a path of "
-                f"its own, or 0 to go without, for example --split "
+                f"its own, for example --split "
                 f"{filled_split(self.data_config.split, len(indexed))}"
             )
+            if split == "train":
+                raise DataError(text)
+            self.log(f"data: {text}")
         return found
 
     def _tell(self, split: str, part: GPTDataset, used: int) -> None:
@@ -270,6 +325,26 @@ class _Builder:
             f"{part.plan.tokens_per_epoch} tokens, {used} samples, "
             f"{part.epochs_in(used):.2f} epochs"
         )
+
+
+def ends_with(indexed: IndexedDataset, mark: int) -> bool:
+    """Return whether a document ends with the mark, of up to `_LOOKED_AT` that lie evenly."""
+    places = np.linspace(0, len(indexed) - 1, min(len(indexed), _LOOKED_AT)).astype(int).tolist()
+    return any(indexed[place][-1:].tolist() == [mark] for place in places)
+
+
+def _with_documents(blend: Blend, documents: dict[str, range]) -> Blend | None:
+    """Return the parts of a blend that have documents, with weights that sum to 1."""
+    kept = [number for number, prefix in enumerate(blend.prefixes) if documents[prefix]]
+    if len(kept) == len(blend.prefixes):
+        return blend
+    if not kept:
+        return None
+    prefixes = tuple(blend.prefixes[number] for number in kept)
+    if blend.weights is None:
+        return Blend(prefixes=prefixes, weights=None)
+    weights = normalized([blend.weights[number] for number in kept])
+    return Blend(prefixes=prefixes, weights=tuple(weights))
 
 
 def check_tokenizer(

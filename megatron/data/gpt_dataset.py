@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megatron.data.indexed_dataset import (
     IndexedDataset,
     bin_path,
+    hash_of_ends,
     idx_path,
     is_out_of_files,
     why_not_opened,
@@ -406,9 +407,14 @@ def count_tokens(indexed: IndexedDataset, documents: range) -> int:
     return int(np.sum(lengths, dtype=np.int64))
 
 
-def _file_stamps(prefix: str) -> dict[str, list[int]]:
-    stamps: dict[str, list[int]] = {}
+def _file_stamps(prefix: str) -> dict[str, list[int] | str]:
+    """Return what tells the files of a prefix from others of equal size that took their place.
+
+    Archives and some file systems give different files one time, so that the index is hashed too.
+    """
+    stamps: dict[str, list[int] | str] = {}
     for path in (bin_path(prefix), idx_path(prefix)):
         found = os.stat(path)
         stamps[path.suffix] = [found.st_size, found.st_mtime_ns]
+    stamps["index"] = hash_of_ends(idx_path(prefix))
     return stamps

@@ -590,7 +590,7 @@ def file_facts(prefixes: Iterable[str]) -> dict[str, dict[str, Any]]:
                 found = os.stat(path)
                 facts[str(path)] = {"bytes": found.st_size, "modified": found.st_mtime_ns}
                 if path == idx_path(prefix):
-                    facts[str(path)]["sha256"] = _hash_of_ends(path, found.st_size)
+                    facts[str(path)]["sha256"] = hash_of_ends(path)
             except OSError as error:
                 raise DataError(f"{path}: {error.strerror}") from None
     return facts
@@ -614,11 +614,12 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _hash_of_ends(path: Path, size: int) -> str:
+def hash_of_ends(path: Path) -> str:
+    """Return the SHA-256 of the first and last `HASHED_BYTES` of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         digest.update(file.read(HASHED_BYTES))
-        if size > HASHED_BYTES:
+        if (size := os.fstat(file.fileno()).st_size) > HASHED_BYTES:
             file.seek(max(HASHED_BYTES, size - HASHED_BYTES))
             digest.update(file.read(HASHED_BYTES))
     return digest.hexdigest()

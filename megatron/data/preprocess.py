@@ -140,10 +140,13 @@ def _missing(key: str, values: Mapping[str, object]) -> str:
 
 def _parse(line: str) -> dict[str, object]:
     try:
-        value = json.loads(line)
+        # Each of the files that were joined to one may begin with a BOM.
+        value = json.loads(line.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")
-        raise DataError(f"not JSON: {what} at column {error.colno}") from error
+        array = "; a JSON array over several lines? write its objects one a line"
+        hint = array if line.strip() in ("[", "[{") else ""
+        raise DataError(f"not JSON: {what} at column {error.colno}{hint}") from error
     except (RecursionError, ValueError) as error:
         raise DataError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -282,6 +285,7 @@ class PreprocessCounts:
     """The progress of a preprocessing run."""
 
     documents: int = 0
+    empty: int = 0  # documents without a token, of the first key
     tokens: int = 0
     text_bytes: int = 0
     bad: int = 0
@@ -327,6 +331,7 @@ def preprocess(
                 _write(writer, encoded.tokens[key], encoded.lengths[key])
                 tokens[key] += len(encoded.tokens[key])
             counts.documents += len(encoded.lengths[0])
+            counts.empty += encoded.lengths[0].count(0)
             counts.text_bytes += encoded.text_bytes
             counts.tokens = sum(tokens)
             counts.position = batch.position

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import bz2
+import contextlib
 import glob
 import gzip
 import io
+import json
 import lzma
 import os
 import re
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -162,14 +167,38 @@ def _batched(
         yield RecordBatch(source=source, kind=kind, records=batch, position=position(last))
 
 
-TextUnit = Literal["file", "line", "paragraph"]
-TEXT_UNITS: tuple[TextUnit, ...] = ("file", "line", "paragraph")
+TEXT_UNITS = ("file", "line", "paragraph")
+UNITS_IN_WORDS = "file, line, paragraph (set apart by blank lines), or the mark between documents"
+
+
+def text_unit(value: str) -> str:
+    """Return what a document is in plain text: one of `TEXT_UNITS`, or the mark between documents.
+
+    Raises `argparse.ArgumentTypeError` for a word that is no unit: a mark has other characters.
+    """
+    if value not in TEXT_UNITS and (not value.strip() or value.isalnum() or "\n" in value):
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is neither {', '.join(TEXT_UNITS)} nor a mark like '<|endoftext|>'"
+        )
+    return value
+
 
 _JSON = (".jsonl", ".json", ".ndjson")
 _PARQUET = (".parquet", ".pq")
 _TEXT = (".txt", ".text", ".md", ".rst")
-_COMPRESSED = (".gz", ".bz2", ".xz")
-_UNREADABLE = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".arrow")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_KNOWN = (*_JSON, *_PARQUET, *_TEXT)
+_UNREADABLE = (".zip", ".tar", ".tgz", ".7z", ".lz4", ".arrow")
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
+"""First bytes of compressed files: gzip, bzip2, xz, Zstandard, zip."""
+_SNIFFED = 1 << 20
+"""Bytes of a file by which its format is told."""
+Format = Literal["json", "text", "parquet"]
+_IN_WORDS: dict[Format, str] = {
+    "json": "JSON lines",
+    "text": "plain text",
+    "parquet": "Parquet",
+}
 _CACHED = re.compile(r"[0-9a-f]{32}-\w+-\w+-description\.txt")
 """Names of descriptions in the index cache, which training makes next to its data."""
 _BOM = b"\xef\xbb\xbf"
@@ -178,12 +207,17 @@ _BOM = b"\xef\xbb\xbf"
 def find_inputs(given: Sequence[str], *, log: Callable[[str], None]) -> list[Path]:
     """Expand files, folders (all readable files below, by path) and glob patterns to regular files.
 
-    Links to folders are followed; hidden files, hidden folders and index caches are left out. The
-    order is as given, then by path. Raises `DataError` for an item that is missing or not a regular
-    file, for a folder or pattern without readable files, and for an unknown compression.
+    Links to folders are followed; hidden files, hidden folders and index caches are left out, and
+    so is plain text beside JSON lines or Parquet: it describes the data. The order is as given,
+    then by path. Logs how many files of each format there are. Raises `DataError` for an item that
+    is missing or not a regular file, for a folder or pattern without readable files, and for an
+    unknown compression, `ConfigError` for an empty name.
     """
     found: list[Path] = []
     for name in given:
+        if not name:
+            # `Path("")` is the current folder, which a shell variable that is not set would name.
+            raise ConfigError("'' is empty; give a file, a folder or a pattern to read")
         path = Path(name)
         there = stat_of(path)
         if there is not None and stat.S_ISDIR(there.st_mode):
@@ -198,27 +232,39 @@ def find_inputs(given: Sequence[str], *, log: Callable[[str], None]) -> list[Pat
         require_regular(path)
         if path.suffix.lower() in _UNREADABLE:
             raise DataError(
-                f"{path}: {path.suffix} is not read; unpack it, or use .gz, .bz2, .xz or .parquet"
+                f"{path}: {path.suffix} is not read; unpack it, or use .gz, .bz2, .xz, .zst or "
+                ".parquet"
             )
     twice = (
         sorted({str(path) for path in found if found.count(path) > 1}) if len(found) < 1000 else []
     )
     if twice:
         log(f"{twice[0]}: given more than once; its documents are written more than once")
+    if len(found) > 1 or any(_inner_suffix(path) not in _KNOWN for path in found):
+        log(f"to read: {formats_in_words(found)}")
     return found
+
+
+def formats_in_words(files: Sequence[Path]) -> str:
+    """Return how many files of each format there are: "2 files of JSON lines, 1 of Parquet"."""
+    counts = Counter[Format](map(format_of, files))
+    texts = [f"{count} of {_IN_WORDS[kind]}" for kind, count in counts.most_common()]
+    first, _, rest = texts[0].partition(" ")
+    return ", ".join([f"{first} {'file' if first == '1' else 'files'} {rest}", *texts[1:]])
 
 
 def read_batches(
     files: Iterable[Path],
     *,
     keys: Sequence[str],
-    text_unit: TextUnit,
+    text_unit: str,
     max_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Iterator[RecordBatch]:
     """Yield batches of records in the order of the files; a batch never spans two files.
 
-    Raises `DataError` for a file that cannot be read, `ConfigError` for several `keys` with a plain
-    text file, or if the package that reads Parquet is not installed.
+    `text_unit` is what the function of this name returns. Raises `DataError` for a file that cannot
+    be read, `ConfigError` for several `keys` with a plain text file, or if the package that reads
+    Parquet is not installed.
     """
     before = 0
     for path in files:
@@ -237,15 +283,42 @@ def read_batches(
         before += size
 
 
-def format_of(path: Path) -> Literal["json", "text", "parquet"]:
-    """Return the format by the suffix, ignoring the suffix of a compression.
+def format_of(path: Path) -> Format:
+    """Return the format: by the suffixes of JSON and Parquet, for other names by the content.
 
-    Anything that is neither JSON nor Parquet is plain text.
+    A file whose first line is a JSON object has JSON lines. Anything else is plain text. Raises
+    `DataError` for a file that cannot be read, and for what is none of these: a JSON array, binary
+    or compressed data.
     """
     suffix = _inner_suffix(path)
     if suffix in _JSON:
         return "json"
-    return "parquet" if suffix in _PARQUET else "text"
+    if suffix in _PARQUET:
+        return "parquet"
+    with _opened(path) as (stream, _):
+        start = stream.read(_SNIFFED)
+    if start.startswith(b"PAR1"):
+        return "parquet"
+    if start.startswith(_PACKED):
+        raise DataError(f"{path}: is compressed; give it a name ending in .gz, .bz2, .xz or .zst")
+    if re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", start):
+        raise DataError(f"{path}: a JSON array; write its objects as JSON lines, one a line")
+    if suffix not in _TEXT and b"\0" in start:
+        raise DataError(f"{path}: is binary; give JSON lines, Parquet or plain text")
+    return "json" if _begins_with_object(start) else "text"
+
+
+def _begins_with_object(start: bytes) -> bool:
+    """Return whether the first line that is not blank is a JSON object, as far as it is known."""
+    line, end, _ = start.removeprefix(_BOM).lstrip().partition(b"\n")
+    if not line.startswith(b"{"):
+        return False
+    if not end and len(start) == _SNIFFED:
+        return line.startswith(b'{"')  # a line too long to be parsed here
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _inner_suffix(path: Path) -> str:
@@ -278,22 +351,36 @@ def _files_below(folder: Path, seen: set[str]) -> Iterator[Path]:
 
 
 def _readable(paths: Sequence[Path], *, where: str, log: Callable[[str], None]) -> list[Path]:
-    known = (*_JSON, *_PARQUET, *_TEXT)
     files = [path for path in paths if not path.name.startswith(".") and not is_folder(path)]
-    taken = [
+    read = [
         path
         for path in files
-        if _inner_suffix(path) in known
+        if (_inner_suffix(path) in _KNOWN or _has_records(path))
         and not _CACHED.fullmatch(path.name)
         and stat_of(path.with_suffix(".idx")) is None
     ]
-    if not taken:
+    if not read:
         raise DataError(
-            f"{where}: no file to read (looked for {', '.join(known)}, also compressed)"
+            f"{where}: no file to read (looked for {', '.join(_KNOWN)}, also compressed)"
         )
-    if len(taken) < len(files):
-        log(f"{where}: {len(files) - len(taken)} of {len(files)} files are no raw text; left out")
-    return taken
+    if len(read) < len(files):
+        log(f"{where}: {len(files) - len(read)} of {len(files)} files are no raw text; left out")
+    records = [path for path in read if _inner_suffix(path) not in _TEXT]
+    if records and len(records) < len(read):
+        log(
+            f"{where}: {len(read) - len(records)} files of plain text beside JSON lines or Parquet "
+            "are left out; name them to read them"
+        )
+    return records or read
+
+
+def _has_records(path: Path) -> bool:
+    """Return whether a file without suffix, as Spark writes them, has JSON lines or Parquet."""
+    if path.suffix or stat_of(path) is None or not path.is_file():
+        return False
+    with contextlib.suppress(DataError):
+        return format_of(path) != "text"
+    return False
 
 
 def _open(path: Path, raw: IO[bytes]) -> IO[bytes]:
@@ -304,27 +391,44 @@ def _open(path: Path, raw: IO[bytes]) -> IO[bytes]:
         stream = bz2.BZ2File(raw)
     elif suffix == ".xz":
         stream = lzma.LZMAFile(raw)
+    elif suffix == ".zst":
+        stream = _zstandard(raw)
     else:
         return raw
     return io.BufferedReader(stream, 1 << 18)  # pyright: ignore[reportArgumentType]
+
+
+def _zstandard(raw: IO[bytes]) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise missing_extra("pyarrow", "data") from error
+    return pyarrow.CompressedInputStream(raw, "zstd")
 
 
 def _read_stream(
     path: Path,
     *,
     kind: Literal["json", "text"],
-    text_unit: TextUnit,
+    text_unit: str,
     max_bytes: int,
     before: int,
 ) -> Iterator[RecordBatch]:
+    with _opened(path) as (stream, raw):
+        yield from _batched(
+            _records(stream, kind, text_unit, max_bytes),
+            source=str(path),
+            kind=kind,
+            position=lambda number: before + raw.tell(),
+        )
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file: its unpacked bytes, and the bytes as stored. Raises `DataError`."""
     try:
         with open(path, "rb", buffering=1 << 18) as raw:
-            yield from _batched(
-                _records(_open(path, raw), kind, text_unit, max_bytes),
-                source=str(path),
-                kind=kind,
-                position=lambda number: before + raw.tell(),
-            )
+            yield _open(path, raw), raw
     except SparsetronError:
         raise
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -333,14 +437,19 @@ def _read_stream(
 
 
 def _records(
-    stream: IO[bytes], kind: str, text_unit: TextUnit, max_bytes: int
+    stream: IO[bytes], kind: str, text_unit: str, max_bytes: int
 ) -> Iterator[tuple[int, bytes | Oversized]]:
     if kind == "json" or text_unit == "line":
         for number, line in _lines(stream, max_bytes):
             if isinstance(line, Oversized) or line.strip():
                 yield number, line
-    elif text_unit == "paragraph":
-        yield from _paragraphs(stream, max_bytes)
+    elif text_unit != "file":
+        mark = text_unit.encode()
+        is_paragraph = text_unit == "paragraph"
+        lines = (
+            _paragraphs(stream, max_bytes) if is_paragraph else _between(stream, mark, max_bytes)
+        )
+        yield from _joined(lines, max_bytes)
     else:
         text = stream.read(len(_BOM) + max_bytes + 1).removeprefix(_BOM)
         if len(text) > max_bytes:
@@ -365,20 +474,45 @@ def _lines(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes | Ove
         yield number, content.removeprefix(_BOM) if number == 1 else content
 
 
-def _paragraphs(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes | Oversized]]:
-    """Yield paragraphs: lines between blank ones, numbered by the first line."""
-    start, size, held = 0, 0, list[bytes]()
+def _paragraphs(
+    stream: IO[bytes], max_bytes: int
+) -> Iterator[tuple[int, bytes | Oversized | None]]:
+    """Yield numbered lines, with None in place of those that are blank."""
     for number, line in _lines(stream, max_bytes):
-        length = line.size if isinstance(line, Oversized) else len(line)
-        if length and (isinstance(line, Oversized) or line.strip()):
+        yield number, line if isinstance(line, Oversized) or line.strip() else None
+
+
+def _between(
+    stream: IO[bytes], mark: bytes, max_bytes: int
+) -> Iterator[tuple[int, bytes | Oversized | None]]:
+    """Yield numbered lines, split at each mark, which is replaced by None."""
+    for number, line in _lines(stream, max_bytes):
+        first, *others = [line] if isinstance(line, Oversized) else line.split(mark)
+        yield number, first
+        for piece in others:
+            yield number, None
+            yield number, piece
+
+
+def _joined(
+    lines: Iterator[tuple[int, bytes | Oversized | None]], max_bytes: int
+) -> Iterator[tuple[int, bytes | Oversized]]:
+    """Yield the documents that None ends, without blank lines around them.
+
+    A document has the number of its first line.
+    """
+    start, size, held = 0, 0, list[bytes]()
+    for number, line in chain(lines, [(0, None)]):
+        if line is None:
+            while held and not held[-1].strip():
+                held.pop()
+            if start:
+                yield start, b"\n".join(held) if size <= max_bytes else Oversized(size)
+            start, size, held = 0, 0, []
+        elif start or isinstance(line, Oversized) or line.strip():
             start = start or number
-            size += length + 1
+            size += (line.size if isinstance(line, Oversized) else len(line)) + 1
             if size > max_bytes:
                 held.clear()
             elif isinstance(line, bytes):
                 held.append(line)
-        elif start:
-            yield start, b"\n".join(held) if size <= max_bytes else Oversized(size)
-            start, size, held = 0, 0, []
-    if start:
-        yield start, b"\n".join(held) if size <= max_bytes else Oversized(size)

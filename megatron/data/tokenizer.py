@@ -190,6 +190,18 @@ class GPT2BPETokenizer(_FastTokenizer):
         )
 
 
+def _drops_characters(content: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer.json has no id for a character outside its vocabulary.
+
+    Such ids come from an unknown token, from bytes as a fallback, or from the alphabet of bytes.
+    """
+    model, before = content.get("model") or {}, content.get("pre_tokenizer") or {}
+    steps = [before, *(before.get("pretokenizers") or [])]
+    has_bytes = any(step.get("type") == "ByteLevel" for step in steps)
+    has_unknown = model.get("unk_token") is not None or model.get("unk_id") is not None
+    return not (has_bytes or has_unknown or model.get("byte_fallback"))
+
+
 class HuggingFaceTokenizer(_FastTokenizer):
     """A `tokenizer.json`, a folder with one, or a name that transformers resolves.
 
@@ -205,6 +217,8 @@ class HuggingFaceTokenizer(_FastTokenizer):
     """
 
     type = "HuggingFaceTokenizer"
+    drops_characters: bool
+    """Whether characters without an id of their own get none at all."""
 
     def __init__(self, model: str, *, hub: bool = False) -> None:
         try:
@@ -231,6 +245,7 @@ class HuggingFaceTokenizer(_FastTokenizer):
             raise DataError(f"{path}: id {max(vocab.values())}; token ids are less than {MAX_IDS}")
         content.pop("truncation", None)
         content.pop("padding", None)
+        self.drops_characters = _drops_characters(content)
         super().__init__(
             inner,
             eod=_find_eod(model, vocab, named_eos),
@@ -424,12 +439,12 @@ def _from_transformers(name: str, *, hub: bool) -> tuple[str, str | None]:
         )
     except Exception as error:  # any error of the package, the network or the hub
         way_out = "" if hub else f"; only this machine was searched: {_HUB_FLAGS} downloads it"
+        what = "no such file, and transformers finds no tokenizer by that name"
+        if is_folder(name):
+            what = "transformers reads no tokenizer in this folder"
         if is_folder(name) or "trust_remote_code" in str(error):
             way_out = "; code that comes with a tokenizer is never run"
-        raise DataError(
-            f"{name}: no such file, and transformers finds no tokenizer by that name: "
-            f"{one_line(error)}{way_out}"
-        ) from error
+        raise DataError(f"{name}: {what}: {one_line(error)}{way_out}") from error
     if not getattr(found, "is_fast", False):
         raise DataError(
             f"{name}: has no fast form (tokenizer.json); a SentencePiece .model can be given to "

@@ -36,10 +36,12 @@ def compare_starts(config: Config, run_dir: Path, world: Group) -> None:
 
 def compare_data(readers: Readers, world: Group) -> None:
     """Raise `DataError` on every rank if one reads other data. Collective over `world`."""
-    facts = {
-        f"{kind} data": "none" if reader is None else reader.fingerprint()
-        for kind, reader in vars(readers).items()
-    }
+    facts = dict[str, str]()
+    for kind, found in vars(readers).items():
+        sets = found if isinstance(found, Mapping) else {"": found}
+        for name, reader in sets.items():
+            here = "none" if reader is None else reader.fingerprint()
+            facts[f"{kind} data {name}".strip()] = here
     compare(world, facts, DataError, "give every rank the same files")
 
 

@@ -72,9 +72,10 @@ def from_llama(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[s
         parts = []
         for theirs in llama_names(name):
             if theirs not in state:
-                raise CheckpointError(
-                    f"{theirs}: missing; the model has {config.num_layers} layers"
-                )
+                inner = theirs.removeprefix("model.")
+                near = next((known for known in state if known.endswith(inner)), None)
+                there = f"the file has {near}" if near else f"it has {config.num_layers} layers"
+                raise CheckpointError(f"{theirs}: missing; {there}")
             parts.append(state[theirs])
             left.discard(theirs)
         if len(parts) > 1:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megatron.checkpoint.find import CheckpointSource
     from megatron.data.batches import Readers
     from megatron.data.build import Datasets
-    from megatron.data.data_loader import BatchReader
     from megatron.data.vocabulary import Vocabulary
     from megatron.data_parallel.gradient_path import GradientPath
     from megatron.metrics.throughput import Workload
@@ -32,6 +31,7 @@ FREE = (
     "data.data_cache_path",
     "data.no_mmap_bin_files",
     "data.dataloader_type",
+    "data.multiple_validation_sets",
 )
 """Settings of the task that a resumed run may change."""
 
@@ -201,9 +201,11 @@ class LoadedGPT:
         )
         sets = groups.world.raise_on_all_ranks(lambda: mine or build())
 
-        def reader(dataset: Any) -> BatchReader | None:
+        def reader(dataset: Any) -> Any:
             if dataset is None:
                 return None
+            if isinstance(dataset, Mapping):
+                return {name: reader(part) for name, part in dataset.items()}
             return BatchReader(dataset=dataset, sampler=sampler, options=options, device=device)
 
         if sets.train is None and not config.training.skip_train:

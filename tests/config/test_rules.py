@@ -270,6 +270,10 @@ PAIRS = {
     "pipeline_limit without pipeline_schedule message-driven": (
         *("--pipeline-model-parallel-size", "2", "--pipeline-limit", "3"),
     ),
+    "multiple_validation_sets with weights of valid_data_path": (
+        *("--train-data-path", "a", "--valid-data-path", "0.5", "b", "0.5", "c"),
+        "--multiple-validation-sets",
+    ),
     "optimizer_cpu_offload without fp16 or bf16": ("--optimizer-cpu-offload",),
     "optimizer_cpu_offload with a grad_path other than dense and samo": (
         *("--bf16", "--optimizer-cpu-offload", "--grad-path", "sparse"),

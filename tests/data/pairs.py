@@ -22,6 +22,7 @@ class Options:
     data_cache_path: str | None = None
     mock_data: bool = False
     no_mmap_bin_files: bool = False
+    multiple_validation_sets: bool = False
 
 
 def write_pair(prefix: Path, lengths: list[int], *, dtype: str = "u2", vocab_size: int = 50) -> str:

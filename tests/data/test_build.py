@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron.data import build_datasets
 from megatron.data.blended_dataset import BlendedDataset, SampleSource
 from megatron.data.build import Datasets, MockDataset
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sidecar import write_sidecar
 from megatron.errors import DataError
 from tests.data.pairs import Options, write_pair
@@ -146,12 +148,36 @@ def test_sharing_a_file_is_warned_of(pairs: list[str]) -> None:
     assert not any(line.startswith("warning") for line in told)
 
 
-def test_an_empty_split_shows_the_arithmetic(pairs: list[str]) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"test: .*round\(0.999 x 40\) = 40 to round\(1 x 40\) = 40.*split 969,31,0$",
-    ):
-        _build(Options(data_path=(pairs[0],)))
+def test_a_share_without_documents_makes_no_set_and_shows_the_arithmetic(pairs: list[str]) -> None:
+    sets, said = _build(Options(data_path=(pairs[0],)))
+    assert sets.train is not None and sets.valid is not None and sets.test is None
+    arithmetic = r"test: .*round\(0.999 x 40\) = 40 to round\(1 x 40\) = 40.*split 969,31,0$"
+    assert re.search(arithmetic, "\n".join(said), re.MULTILINE)
+    assert "data: there is no test set" in said
+    with pytest.raises(DataError, match=r"train: .*round\(0 x 40\) = 0 to .* = 0: none"):
+        _build(Options(data_path=(pairs[0],), split="0.001,999,0"))
+
+
+def test_a_blend_leaves_out_a_file_whose_share_is_empty(tmp_path: Path) -> None:
+    """A hundredth of 40 documents is none, of 400 it is 4; the weights of the rest sum to 1."""
+    few = [write_pair(tmp_path / name, [9] * 40) for name in "ab"]
+    many = [write_pair(tmp_path / name, [9] * 400) for name in "cd"]
+    blend = ("1", few[0], "3", many[0], "2", few[1], "1", many[1])
+    sets, _ = _build(Options(data_path=blend, split="989,1,10"))
+    assert sets.valid is None and sets.test is not None
+    assert isinstance(sets.test, BlendedDataset)
+    assert np.bincount(sets.test.dataset_index[:4]).tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_data_without_marks_are_told_to_a_run_that_keeps_documents_apart(
+    tmp_path: Path, ends: bool
+) -> None:
+    prefix = write_pair(tmp_path / "p", [9] * 40)
+    last = int(IndexedDataset(prefix)[0][-1])
+    _, said = _build(Options(train_data_path=(prefix,)), mark=last if ends else 49)
+    assert any("no document ends with the mark" in text for text in said) == (not ends)
+    assert not any("the mark" in text for text in _build(Options(train_data_path=(prefix,)))[1])
 
 
 def test_a_split_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:

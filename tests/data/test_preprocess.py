@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 
 from megatron.data import preprocess as preprocess_module
+from megatron.data import raw_tokens
 from megatron.data.gpt_dataset import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.raw_text import Oversized, read_batches, read_dataset
@@ -150,11 +152,26 @@ def test_plain_text_units(tmp_path: Path) -> None:
         "file": ["one\ntwo\n\n \nthree\n\n"],
         "line": ["one", "two", "three"],
         "paragraph": ["one\ntwo", "three"],
+        "o|t": ["one\ntwo\n\n \nthree"],
     }
     for unit, expected in wanted.items():
         prefix = tmp_path / unit
         assert run("--input", source, "--output-prefix", prefix, "--text-unit", unit, *BYTES) == 0
         assert documents(prefix) == [encoded(text) for text in expected]
+
+
+def test_a_mark_inside_plain_text_ends_a_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, mark = tmp_path / "stories.txt", "<|endoftext|>"
+    source.write_text(f"\n{mark}\none\n\nmore\n{mark}\ntwo{mark}three\n  \n\n{mark}\n")
+    arguments = ("--input", source, "--output-prefix", tmp_path / "o", *BYTES)
+    assert run(*arguments, "--text-unit", mark) == 0
+    assert documents(tmp_path / "o") == [encoded(text) for text in ("one\n\nmore", "two", "three")]
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments, "--text-unit", "paragraf")
+    assert ended.value.code == 2
+    assert "'paragraf' is neither file, line, paragraph nor a mark" in capsys.readouterr().err
 
 
 def test_several_keys_make_a_pair_each(tmp_path: Path) -> None:
@@ -177,11 +194,93 @@ def test_folders_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     prefix = tmp_path / "in" / "o"
     for again in ([], ["--overwrite"]):  # the second time the output's own .json lies there too
         assert run("--input", tmp_path / "in", "--output-prefix", prefix, *BYTES, *again) == 0
-        assert documents(prefix) == [encoded("a"), encoded("b"), encoded("c")]
-        assert "are no raw text; left out" in capsys.readouterr().err
+        assert documents(prefix) == [encoded("a"), encoded("b")]
+        said = capsys.readouterr().err
+        assert "are no raw text; left out" in said and "to read: 2 files of JSON lines\n" in said
+        assert "1 files of plain text beside JSON lines or Parquet are left out" in said
     glob = tmp_path / "in" / "*.jsonl"
     assert run("--input", glob, "--output-prefix", tmp_path / "g", *BYTES) == 0
     assert documents(tmp_path / "g") == [encoded("a"), encoded("b")]
+
+
+RECORDS = b'{"text": "a"}\n{"text": "b"}\n'
+BY_CONTENT: dict[str, tuple[bytes, list[str] | str]] = {
+    "part-00000": (RECORDS, ["a", "b"]),
+    "part-00001": (b"\xef\xbb\xbf\n" + RECORDS, ["a", "b"]),
+    "part-2.gz": (gzip.compress(RECORDS), ["a", "b"]),
+    "long.dat": (b'{"text": "' + b"x" * (1 << 20) + b'"}\n' + RECORDS, ["x" * (1 << 20), "a", "b"]),
+    "a.log": (b"{no record", ["{no record"]),
+    "brace.txt": (b"{a} is a set", ["{a} is a set"]),
+    "records.txt": (RECORDS, ["a", "b"]),
+    "array": (b'[{"text": "a"},\n {"text": "b"}]', "a JSON array"),
+    "array.json": (b'[\n  {"text": "a"}\n]\n', "a JSON array over several lines?"),
+    "joined.json": (RECORDS + codecs.BOM_UTF8 + RECORDS, ["a", "b", "a", "b"]),
+    "packed": (gzip.compress(RECORDS), "is compressed; give it a name ending in .gz"),
+    "tokens.bin": (b"\1\0\2\0", "is binary"),
+}
+
+
+@pytest.mark.parametrize("name", BY_CONTENT)
+def test_content_decides_about_a_file_of_an_unknown_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    source, (content, wanted) = tmp_path / name, BY_CONTENT[name]
+    source.write_bytes(content)
+    code = run("--input", source, "--output-prefix", tmp_path / "o", *BYTES)
+    said = capsys.readouterr().err
+    if isinstance(wanted, str):
+        assert code == 3 and f"error: {source}" in said and wanted in said
+    else:
+        assert code == 0 and documents(tmp_path / "o") == [encoded(text) for text in wanted]
+        kind = "plain text" if wanted[0].startswith("{") else "JSON lines"
+        assert (f"to read: 1 file of {kind}" in said) == (source.suffix not in (".txt", ".json"))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32"])
+@pytest.mark.parametrize("header", [False, True])
+def test_files_of_raw_tokens_are_split_at_the_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, header: bool
+) -> None:
+    """Documents may lie across the parts that are read at once."""
+    monkeypatch.setattr(raw_tokens, "_CHUNK", 5)
+    ids = [*b"one", 256, *b"a longer one", 256, 256, *b"cut"]
+    words = np.zeros(256, "<i4")
+    words[:3] = 20240520, 1, len(ids)
+    source = tmp_path / "train.bin"
+    start = words.tobytes() if header else b""
+    source.write_bytes(start + np.array(ids, np.dtype(dtype).newbyteorder("<")).tobytes())
+    flags = ("--input", source, "--output-prefix", tmp_path / "o", *BYTES[:2])
+    assert run(*flags, "--token-dtype", dtype) == 0
+    wanted = [[*b"one", 256], [*b"a longer one", 256], [256], [*b"cut"]]
+    assert documents(tmp_path / "o") == wanted
+
+
+def test_raw_tokens_of_another_type_or_tokenizer_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "train.bin"
+    source.write_bytes(np.array([1, 2, 257], "<u2").tobytes())
+    flags = ("--input", source, "--output-prefix", tmp_path / "o", *BYTES[:2], "--token-dtype")
+    assert run(*flags, "uint16") == 3
+    assert "id 257 among tokens 0 to 3; the tokenizer has ids up to 256" in capsys.readouterr().err
+    assert run(*flags, "uint32") == 3
+    assert "6 bytes are not a whole number of uint32 ids" in capsys.readouterr().err
+    assert run(*flags, "uint16", "--append-eod") == 2
+    assert not list(tmp_path.glob("o*"))
+
+
+def test_zstandard_is_unpacked_and_what_was_read_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a.jsonl.zst"
+    lines = b'{"text": "a"}\n{"text": ""}\n{"text": "b"}\n'
+    with pyarrow.output_stream(str(source), compression="zstd") as stream:
+        stream.write(lines)
+    assert run("--input", source, "--output-prefix", tmp_path / "o", *BYTES) == 0
+    said = capsys.readouterr().err
+    assert "1 of 3 documents have no token" in said and "--append-eod" not in said
+    assert run("--input", source, "--output-prefix", tmp_path / "e", *BYTES[:2]) == 0
+    assert "--append-eod writes marks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("call", [1, 3, 4])
@@ -211,9 +310,9 @@ def test_a_folder_is_read_through_links_without_hidden_folders_and_index_caches(
     folder, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
     for made in (folder / ".ipynb_checkpoints", folder / "real", elsewhere / "deep"):
         made.mkdir(parents=True)
-    write_jsonl(folder / "a.jsonl", ["a"])
-    write_jsonl(folder / ".ipynb_checkpoints" / "a.jsonl", ["hidden"])
-    write_jsonl(folder / "real" / "d.jsonl", ["d"])
+    (folder / "a.txt").write_text("a")
+    (folder / ".ipynb_checkpoints" / "a.txt").write_text("hidden")
+    (folder / "real" / "d.txt").write_text("d")
     (elsewhere / "deep" / "c.txt").write_text("c")
     (folder / "b").symlink_to(elsewhere)
     (elsewhere / "circle").symlink_to(folder)
@@ -356,10 +455,13 @@ def test_null_tokenizer_refuses_other_text_by_line(
         (["--input", "false.jsonl.bz2"], 3, "false.jsonl.bz2: cannot be read to its end"),
         (["--input", "false.jsonl.xz"], 3, "false.jsonl.xz: cannot be read to its end"),
         (["--input", "false.parquet"], 3, "false.parquet: not a readable Parquet file"),
-        (["--input", "a.jsonl.zst"], 3, ".zst is not read; unpack it"),
+        (["--input", "a.jsonl.lz4"], 3, ".lz4 is not read; unpack it"),
+        (["--input", "false.jsonl.zst"], 3, "false.jsonl.zst: cannot be read to its end"),
+        (["--input", ""], 2, "'' is empty"),
         (["--input", "a.jsonl", "--json-keys", "a/b"], 2, "--json-keys: 'a/b'"),
         (["--input", "a.jsonl", "--json-keys", "text", "text"], 2, "a key is given twice"),
-        (["--input", "a.txt", "--json-keys", "text", "b"], 2, "is plain text, which has one"),
+        (["--input", "a.txt", "--json-keys", "text"], 2, "is plain text, which has no keys"),
+        (["--input", "a.txt", "a.jsonl", "--json-keys", "text", "b"], 2, "which has one"),
         (["--input", "a.jsonl", "--dataset", "x"], 2, "either --input or --dataset"),
         ([], 2, "either --input or --dataset"),
         (["--input", "a.jsonl", "--max-bad-lines", "-1"], 2, "--max-bad-lines: -1"),
@@ -386,13 +488,20 @@ def test_refusals(
     (tmp_path / "empty.jsonl").write_bytes(b"")
     (tmp_path / "blank.jsonl").write_text('{"text": ""}')
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 50)[:-10])
-    for name in ("false.jsonl.gz", "false.jsonl.bz2", "false.jsonl.xz", "false.parquet"):
+    for name in (
+        "false.jsonl.gz",
+        "false.jsonl.bz2",
+        "false.jsonl.xz",
+        "false.jsonl.zst",
+        "false.parquet",
+    ):
         (tmp_path / name).write_bytes(b'{"text": "a"}\n' * 10)
-    (tmp_path / "a.jsonl.zst").write_bytes(b"x")
+    (tmp_path / "a.jsonl.lz4").write_bytes(b"x")
     before = sorted(tmp_path.iterdir())
     assert run("--output-prefix", "o", *BYTES, *flags) == code
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    (line,) = [line for line in error.splitlines() if not line.startswith("to read: ")]
+    assert message in line
     assert sorted(tmp_path.iterdir()) == before
 
 

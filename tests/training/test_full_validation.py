@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config import parse, resolve
 from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.data_loader import BatchReader
+from megatron.errors import ConfigError
 from megatron.parallel.groups import ProcessGroups
+from pretrain_gpt import GRADIENT_PATHS
 from tests.data.pairs import write_pair
 from tests.ranks import Ranks, grid
 from tests.training.harness import make_trainer, metrics_of
@@ -91,6 +94,29 @@ def test_a_partial_batch_is_uneven_on_every_rank(ranks: Ranks, tmp_path: Path, d
     # Sequences 16 to 20 and three paddings: rank 0 reads 16, 17, 20 and rank 1 reads 18, 19.
     assert first == [*whole, (True, 2 * token), (True, token)]
     assert second == [*whole, (True, 2 * token), (True, 0)]
+
+
+@pytest.mark.parametrize(("world", "pp"), [(1, 1), (2, 2)])
+def test_each_of_several_sets_has_the_loss_that_it_has_alone(
+    ranks: Ranks, tmp_path: Path, data: str, world: int, pp: int
+) -> None:
+    """The mean over the sets comes first, whatever their sizes."""
+    ranks.run(world, on_rank, f"{MODEL} {data} --multiple-validation-sets", pp, tmp_path / "run")
+    alone = []
+    for name in "ab":
+        other = f"{data.partition('--valid')[0]}--valid-data-path {tmp_path / name}"
+        ranks.run(world, on_rank, f"{MODEL} {other}", pp, tmp_path / f"only-{name}")
+        (loss,) = metrics_of(tmp_path / f"only-{name}", "valid_loss")
+        assert metrics_of(tmp_path / "run", f"valid_lm_loss_{name}") == [loss]
+        alone.append(loss)
+    assert metrics_of(tmp_path / "run", "valid_loss") == [sum(alone) / 2]
+    assert alone[0] != alone[1]
+
+
+def test_weights_of_sets_that_are_evaluated_apart_are_refused(tmp_path: Path) -> None:
+    flags = f"{MODEL} --train-data-path x --valid-data-path 0.5 a 0.5 b --multiple-validation-sets"
+    with pytest.raises(ConfigError, match="multiple_validation_sets with weights"):
+        resolve(parse(flags.split(), paths=GRADIENT_PATHS), 1)
 
 
 def test_a_padding_sample_is_a_row_without_weight(tmp_path: Path) -> None:

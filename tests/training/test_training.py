@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.batches import Reader
 from megatron.data.indexed_dataset import IndexedDatasetWriter
 from megatron.data.sidecar import write_sidecar
 from megatron.errors import CheckpointError, DataError
@@ -227,7 +226,7 @@ def on_rank_stopped_while_evaluating(
     trainer.requests = ExitSignals(run_dir if groups.world.rank == 0 else None)
     evaluate = trainer._evaluate
 
-    def stop(kind: str, reader: Reader | None) -> ExitRequest:
+    def stop(kind: str, reader: Any) -> ExitRequest:
         (run_dir / "STOP").touch()
         return evaluate(kind, reader)
 
@@ -296,7 +295,7 @@ def test_a_request_to_leave_the_first_evaluation_is_obeyed_before_a_step(
 def on_rank_whose_evaluation_fails(groups: ProcessGroups, flags: str, run_dir: Path) -> None:
     trainer = make_trainer(groups, flags, run_dir)
 
-    def fail(kind: str, reader: Reader | None) -> ExitRequest:
+    def fail(kind: str, reader: Any) -> ExitRequest:
         raise DataError(f"{kind}: a token outside of the vocabulary")
 
     trainer._evaluate = fail

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from megatron.errors import DataError
 
 if TYPE_CHECKING:
-    from megatron.data.raw_text import TextUnit
     from megatron.model.likelihood import Continuation
     from tools.evaluation.scoring import Scorer
 
@@ -68,9 +67,7 @@ def windows(sequence: Sequence[int], length: int) -> Iterator[Continuation]:
         yield Continuation(context=tuple(context), tokens=tuple(predicted))
 
 
-def read_documents(
-    path: Path, *, key: str, text_unit: TextUnit, limit: int | None = None
-) -> list[str]:
+def read_documents(path: Path, *, key: str, text_unit: str, limit: int | None = None) -> list[str]:
     """Return the texts of a file that `tools/preprocess_data.py` reads, at most `limit`.
 
     Raises:
@@ -82,7 +79,7 @@ def read_documents(
     return documents
 
 
-def _documents(path: Path, *, key: str, text_unit: TextUnit) -> Iterator[str]:
+def _documents(path: Path, *, key: str, text_unit: str) -> Iterator[str]:
     from megatron.data.preprocess import extract_texts
     from megatron.data.raw_text import find_inputs, read_batches
 

@@ -59,9 +59,10 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     from megatron.data.raw_text import find_inputs, format_of, read_batches
 
-    if format_of(path) == "parquet":
-        raise DataError(f"{path}: is Parquet; write it as JSON lines (to_json of `datasets`)")
     files = find_inputs([str(path)], log=lambda text: None)
+    for file in files:
+        if format_of(file) == "parquet":
+            raise DataError(f"{file}: is Parquet; write it as JSON lines (to_json of `datasets`)")
     for batch in read_batches(files, keys=(), text_unit="line"):
         for number, record in batch.records:
             where = f"{batch.source}:{number}"
