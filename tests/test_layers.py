@@ -10,7 +10,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "config", "launch", "status", "timers", "fault_tolerance.run_lock", "closed_pipe")
-    + ("low_memory.checkpoint_interval", "processor", "transfer", "documents"),
+    + ("low_memory.checkpoint_interval", "processor", "transfer", "documents", "regular_file"),
     ("parallel", "low_memory.activation_checkpoint"),
     ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.bucket"),
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),

@@ -233,7 +233,7 @@ class _PlanParser(argparse.ArgumentParser):
 
 def ranks(text: str) -> int:
     """Return a number of ranks from its text. Raises `ArgumentTypeError`."""
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= MOST_RANKS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a whole number of ranks, from 1 to {MOST_RANKS:,}"
         )

@@ -31,6 +31,7 @@ sys.path.insert(0, str(REPO))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import Config, GPTConfig, parse, resolve  # noqa: E402
+from megatron.config.fields import whole_number  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.low_memory.memory_budget import within_budget  # noqa: E402
 from megatron.low_memory.operation_graph import Graph, gpt_graph, wide_resnet_graph  # noqa: E402
@@ -308,7 +309,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", action="store_true", help="print the totals as JSON at the end")
     parser.add_argument("--out", type=Path, help="folder for ledger.json and memory.png")
     parser.add_argument("--world-size", type=_count, help="ranks (one copy of the model)")
-    parser.add_argument("--rank", type=int, default=0, help="rank that is profiled (0)")
+    parser.add_argument("--rank", type=whole_number, default=0, help="rank that is profiled (0)")
     parser.add_argument("--no-measured", action="store_true", help="run no step on real tensors")
     parser.add_argument(
         "--strategy",
@@ -357,7 +358,7 @@ class _ProfileParser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 100_000:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= 100_000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, from 1 to 100,000")
     return int(text)
 

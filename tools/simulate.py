@@ -262,19 +262,19 @@ class _SimulateParser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
+    if not (text.isascii() and text.isdecimal()) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
     return int(text)
 
 
 def _width(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= WIDEST:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= WIDEST:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {WIDEST:,}")
     return int(text)
 
 
 def _seed(text: str) -> int:
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
     return int(text)
 
@@ -295,7 +295,7 @@ def _slow(text: str) -> tuple[int, float]:
         found = float(times)
     except ValueError:
         found = 0.0
-    if not stage.isdecimal() or not 0 < found < float("inf"):
+    if not (stage.isascii() and stage.isdecimal()) or not 0 < found < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not STAGE:TIMES, as 2:1.5")
     return int(stage), found
 

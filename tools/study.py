@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.config.fields import nearest  # noqa: E402
+from megatron.config.fields import nearest, whole_number  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 from tools.bench.common.page_files import RESULTS as VALUES  # noqa: E402
 from tools.studies import array  # noqa: E402
@@ -198,7 +198,12 @@ def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     add("--results", type=Path, help="file of collected rows (default: WORK/results.jsonl)")
     add("--out", type=Path, help="folder of the report (default: WORK)")
     add("--only", nargs="+", metavar="RUN", help="make these runs alone")
-    add("--jobs", type=int, default=1, help="processes at a time, or tasks of a Slurm array")
+    add(
+        "--jobs",
+        type=whole_number,
+        default=1,
+        help="processes at a time, or tasks of a Slurm array",
+    )
     add("--against", type=Path, metavar="ROWS", help="--report: compare with rows made elsewhere")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--list", action="store_true", help="list the runs and mark finished ones")

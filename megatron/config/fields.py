@@ -7,6 +7,7 @@ is declared once. `convert` reads a value in the same strict way from a flag and
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import math
@@ -121,6 +122,32 @@ class FieldSpec:
         """True if the user must give a value."""
         return self.default is MISSING
 
+    def accepts(self, value: Any) -> bool:
+        """Return whether the field can have a value that JSON brings."""
+        if value is None:
+            return self.optional
+        if not self.many:
+            return self._accepts_one(value)
+        items: list[Any] = value if isinstance(value, list) else []
+        return len(items) == (self.count or len(items) or 1) and all(map(self._accepts_one, items))
+
+    def _accepts_one(self, value: Any) -> bool:
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        return type(value) is self.kind and (self.within is None or value in self.within)
+
+
+def whole_number(text: str) -> int:
+    """Read the value of a tool's flag: decimal digits alone; the `type` of an argparse argument.
+
+    Raises `argparse.ArgumentTypeError`. `int` would read digits of other scripts, and numbers that
+    no loop can count to.
+    """
+    value, why = _integer(_ANY_INTEGER, Scalar(text), False)
+    if why:
+        raise argparse.ArgumentTypeError(f"{show(text)} {why}")
+    return value
+
 
 def flag_name(name: str) -> str:
     """Return the `--kebab-case` form of a field's name."""
@@ -179,6 +206,8 @@ _NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 LARGEST_INTEGER = 2**63 - 1
+LARGEST_NUMBER = (2 - 2**-23) * 2.0**127
+"""Largest finite number in fp32, in which losses, rates and weights are computed."""
 UNREAD_TOKENIZERS = {
     "TikTokenizer": "tiktoken files are not read; convert_tiktoken_to_fast of "
     "transformers.integrations.tiktoken writes a tokenizer.json of one, for HuggingFaceTokenizer",
@@ -304,7 +333,9 @@ def _number(spec: FieldSpec, scalar: Scalar, from_file: bool) -> _Converted:
         hint = "10% is 0.1" if scalar.text.endswith("%") else "write it as 0.001 or 1e-3"
         return None, f"is not a number; {hint}"
     value = float(scalar.text)
-    return (value, "") if math.isfinite(value) else (None, "is too large for a number")
+    if abs(value) > LARGEST_NUMBER:
+        return None, f"is too large; must be at most {LARGEST_NUMBER:.2g}, as numbers in fp32 are"
+    return value, ""
 
 
 def _unquote(pattern: re.Pattern[str], scalar: Scalar) -> str:
@@ -343,6 +374,9 @@ _KINDS = {
 }
 
 
+_ANY_INTEGER = FieldSpec(name="", section="", kind=int, default=None, help="")
+
+
 def check_range(spec: FieldSpec, value: Any, origin: str) -> None:
     """Raise `ConfigError` unless each number is in the field's range."""
     if spec.within is None or value is None:
@@ -366,10 +400,10 @@ def split_shares(text: str) -> list[float]:
     Raises `ConfigError` unless the text has three numbers >= 0, not all 0, separated by commas.
     (Megatron reads "-1,1,1" as "1,1,1" and pads "900,50" with a zero.)
     """
-    try:
-        shares = [float(item) for item in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"split {text!r}: not numbers; {RULE}") from None
+    items = [item.strip() for item in text.split(",")]
+    if not all(map(_NUMBER.fullmatch, items)):
+        raise ConfigError(f"split {text!r}: not numbers; {RULE}")
+    shares = [float(item) for item in items]
     if len(shares) != 3:
         raise ConfigError(f"split {text!r}: {len(shares)} numbers; {RULE}")
     if not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:

@@ -74,20 +74,20 @@ class YamlEntry:
 
 def read_entries(path: str) -> list[YamlEntry]:
     """Return all fields of the file, in order. Raises `ConfigError` with file and line."""
-    return _Reader(path, _read_text(path)).document()
+    return _Reader(path, read_small_file(path, "--config wants a YAML file")).document()
 
 
-def _read_text(path: str) -> str:
-    """Read the file's text without byte-order mark.
+def read_small_file(path: str, wanted: str) -> str:
+    """Read a file's text without byte-order mark; `wanted` ends the errors for other content.
 
-    Only a regular file of limited size is opened.
+    Only a regular file of limited size is opened. Raises `ConfigError`.
     """
     try:
         facts = Path(path).stat()
         if stat.S_ISDIR(facts.st_mode):
-            raise ConfigError(f"{show_path(path)}: a directory; --config wants a YAML file")
+            raise ConfigError(f"{show_path(path)}: a directory; {wanted}")
         if not stat.S_ISREG(facts.st_mode):
-            raise ConfigError(f"{show_path(path)}: not a regular file; --config wants a YAML file")
+            raise ConfigError(f"{show_path(path)}: not a regular file; {wanted}")
         if facts.st_size > SIZE_LIMIT:
             raise ConfigError(
                 f"{show_path(path)}: {facts.st_size} bytes; must be at most {SIZE_LIMIT}"
@@ -102,7 +102,7 @@ def _read_text(path: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{show_path(path)}: byte {error.start} is not UTF-8 text; --config wants a YAML file"
+            f"{show_path(path)}: byte {error.start} is not UTF-8 text; {wanted}"
         ) from None
 
 

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -30,6 +31,7 @@ from megatron.metrics.trackers import (
     WandbTracker,
     check_trackers,
 )
+from megatron.regular_file import open_regular
 
 if TYPE_CHECKING:
     from megatron.config import LoggingConfig
@@ -95,11 +97,12 @@ class AppendFile:
     """A file that grows by whole lines; a failed write leaves no partial line.
 
     Lines that could not be written (disk full) stay in memory until the next write. The first write
-    opens the file, so that the file can be cut before that.
+    opens the file, so that the file can be cut before that. With `held`, lines wait for `release`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, held: bool = False) -> None:
         self._path = path
+        self._held = held
         self._descriptor = -1
         self._size = 0
         self._waiting: list[bytes] = []
@@ -118,6 +121,8 @@ class AppendFile:
         Raises `OSError` if the write fails; the next call then writes `text` as well.
         """
         self._waiting.append(text.encode("utf-8", "backslashreplace"))
+        if self._held:
+            return
         if self._descriptor < 0:
             self._open()
         data = memoryview(b"".join(self._waiting))
@@ -131,6 +136,12 @@ class AppendFile:
         self._size += done
         self._waiting.clear()
 
+    def release(self) -> None:
+        """Write the lines that were held, and all later ones at once. Raises as `write`."""
+        if self._held:
+            self._held = False
+            self.write("")
+
     def close(self) -> None:
         """Close the file. A second call does nothing; a write opens the file again."""
         if self._descriptor >= 0:
@@ -138,7 +149,7 @@ class AppendFile:
             self._descriptor = -1
 
     def _open(self) -> None:
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o640)
+        self._descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._size = os.fstat(self._descriptor).st_size
         # A crash may have torn the last line, which the next one must not join.
         if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
@@ -225,7 +236,7 @@ def cut_metrics(run_dir: str | Path, step: int) -> int:
 
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file; lines longer than `MAX_LINE_BYTES` come in parts."""
-    with open(path, "rb") as file:
+    with open(open_regular(path, os.O_RDONLY), "rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
             yield line
 
@@ -257,9 +268,14 @@ def parse_line(line: bytes) -> dict[str, Value] | None:
 
 LOG = "log.txt"
 
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _SECONDS_BETWEEN_REDRAWS = 0.2
+
+
+def without_controls(text: str) -> str:
+    """Return a text without terminal sequences and control characters but tabs and line ends."""
+    return _CONTROLS.sub("", text)
 
 
 class Console:
@@ -276,9 +292,10 @@ class Console:
         train_iters: int,
         start_iteration: int = 0,
         bar: bool | None = None,
+        held: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._log: AppendFile | None = AppendFile(log_path)
+        self._log: AppendFile | None = AppendFile(log_path, held=held)
         self._stream: TextIO | None = stream
         self._is_terminal = stream.isatty()
         self._clock = clock
@@ -301,15 +318,22 @@ class Console:
 
         A terminal shows `brief` instead, if given, and nothing if `brief` is empty.
         """
-        text = _CONTROL.sub("", text) + "\n"
+        text = without_controls(text) + "\n"
         if brief is None or not self._is_terminal:
             self._show(text)
         elif brief:
-            self._show(_CONTROL.sub("", brief) + "\n")
+            self._show(without_controls(brief) + "\n")
+        self._to_log(lambda log: log.write(text))
+
+    def release(self) -> None:
+        """Write the lines that were held to the log."""
+        self._to_log(AppendFile.release)
+
+    def _to_log(self, act: Callable[[AppendFile], None]) -> None:
         if self._log is None:
             return
         try:
-            self._log.write(text)
+            act(self._log)
         except OSError as error:
             self._log.close()
             self._log = None
@@ -396,6 +420,7 @@ class Metrics:
         formula: The operations that `StepRecord.flops` counts.
         summary: The configuration that trackers show.
         bar: Whether to show a progress bar; None: on a terminal.
+        held: Whether log.txt and the trackers stay as they are until `begin`.
 
     Raises:
         ConfigError: A tracker's package is missing.
@@ -416,6 +441,7 @@ class Metrics:
         summary: Mapping[str, Any] | None = None,
         stream: TextIO | None = None,
         bar: bool | None = None,
+        held: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         check_trackers(logging)
@@ -429,6 +455,7 @@ class Metrics:
             train_iters=train_iters,
             start_iteration=start_iteration,
             bar=bar,
+            held=held,
             clock=clock,
         )
         self._jsonl = AppendFile(self.run_dir / JSONL)
@@ -443,8 +470,19 @@ class Metrics:
         self._trackers: list[Tracker] = []
         # A start without steps makes no point of an earlier one stale.
         start = (0, 0) if only_evaluates else (start_iteration, start_samples)
-        self._add_trackers(start=start, name=name, summary=summary or {})
+        self._held: Callable[[], None] | None = partial(
+            self._add_trackers, start=start, name=name, summary=summary or {}
+        )
+        if not held:
+            self.begin()
         self._announce_formula(formula)
+
+    def begin(self) -> None:
+        """Write what was held and open the trackers. A second call does nothing."""
+        if self._held is not None:
+            add_trackers, self._held = self._held, None
+            self._console.release()
+            add_trackers()
 
     def log(self, text: str, *, brief: str | None = None) -> None:
         """Write `text` with the time to stdout and log.txt.
@@ -618,6 +656,9 @@ class NullMetrics(Metrics):
 
     def __init__(self) -> None:
         pass
+
+    def begin(self) -> None:
+        """Do nothing."""
 
     def log(self, text: str, *, brief: str | None = None) -> None:
         """Ignore the text."""

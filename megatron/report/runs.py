@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from megatron.metrics.logger import (
     parse_line,
 )
 from megatron.metrics.record import EVALUATION_KINDS
+from megatron.regular_file import open_regular, read_regular
 from megatron.status import Status, read_status
 
 ENVIRONMENT = "environment.json"
@@ -199,7 +201,8 @@ def _number(value: object) -> float:
 
 def _text(path: Path) -> str:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        descriptor = open_regular(path, os.O_RDONLY)
+        with open(descriptor, encoding="utf-8", errors="replace") as file:
             return file.read(MAX_TEXT)
     except OSError:
         return ""
@@ -227,7 +230,7 @@ def _environment(path: Path) -> dict[str, str]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        loaded = json.loads(read_regular(path).decode("utf-8", "replace"))
     except (OSError, ValueError, RecursionError):
         return {}
     return loaded if isinstance(loaded, dict) else {}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.fields import FieldSpec, specs_of
+from megatron.config.fields import LARGEST_NUMBER, FieldSpec, specs_of
 from megatron.config.gpt import SECTIONS, SPECS
 from pretrain_gpt import GRADIENT_PATHS
 from tests.sweep.asking import SweepCase
@@ -21,7 +21,9 @@ BASE = tuple(f"--{name.replace('_', '-')}={value}" for name, value in FIELDS.ite
 TOO_LARGE = (str(2**63), "9" * 30, "9" * 5000)
 """Integers that are too large, the last one longer than Python's limit on digits."""
 WRONG_INTEGERS = ("x", "1.5", "", "nan", "0x10", "１２", "٣", "1_000", *TOO_LARGE)
-WRONG_NUMBERS = ("x", "", "nan", "inf", "-inf", "1e999", "１.5", "10%", "9" * 5000)
+WRONG_NUMBERS = (
+    "x", "", "nan", "inf", "-inf", "1e999", "3.5e38", "-1e39", "１.5", "10%", "9" * 5000,
+)  # fmt: skip
 WRONG_BOOLEANS = ("maybe", "1", "TRUE", "ｔｒｕｅ")
 WRONG_TEXTS = ("", "a\x1b[31mred", "two\nlines", "\u2028")
 
@@ -112,7 +114,7 @@ def largest_cases() -> Iterator[SweepCase]:
         if spec.kind not in (int, float) or spec.many or spec.within is None:
             continue
         high = spec.within.high
-        top = 2**63 - 1 if spec.kind is int else 1e300
+        top = 2**63 - 1 if spec.kind is int else LARGEST_NUMBER
         text = str(top if high == float("inf") else spec.kind(high))
         flags = (*BASE, *field.flags, f"{spec.flag}={text}")
         # A plan looks at each layer, of which the most take half a minute.

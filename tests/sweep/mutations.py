@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
+from megatron.checkpoint.format import sign
 from tests.sweep.asking import SweepCase
 from tests.sweep.samples import Samples
 
@@ -89,11 +90,22 @@ def _dry_run(samples: Samples) -> tuple[str, ...]:
     return ("--config", str(samples.run / "config.yaml"), "--dry-run")
 
 
+def _finetune(samples: Samples) -> tuple[str, ...]:
+    return (
+        f"--config={samples.run / 'config.yaml'}", f"--run-dir={samples.folder / OUT}",
+        f"--load={samples.run}", "--ckpt-step=4", "--dry-run",
+    )  # fmt: skip
+
+
 STEP = "run/checkpoints/step_00000004"
 PAIR = "data/corpus_text_document"
 TARGETS = (
     Target(name="manifest", file=f"{STEP}/manifest.json", command="verify_checkpoint", argv=_run,
            codes=(4,), structure="json"),
+    Target(name="state of a manifest", file=f"{STEP}/manifest.json", command="verify_checkpoint",
+           argv=_run, codes=(0, 4), structure="state"),
+    Target(name="state of a manifest, to load", file=f"{STEP}/manifest.json",
+           command="pretrain_gpt", argv=_finetune, codes=(0, 4), structure="state"),
     Target(name="tensors", file=f"{STEP}/rank_00000.safetensors", command="verify_checkpoint",
            argv=_run, codes=(4,)),
     Target(name="tensors, to status", file=f"{STEP}/rank_00000.safetensors", command="status",
@@ -272,7 +284,16 @@ def _yaml(text: str, draw: random.Random) -> str:
     return "\n".join(lines) + "\n"
 
 
-STRUCTURES = {"json": _json, "jsonl": _jsonl, "yaml": _yaml}
+def _state(text: str, draw: random.Random) -> str:
+    """Return a signed manifest of which a value of `state` is another one."""
+    document = json.loads(text)
+    del document["sha256"]
+    document["state"] = _MARK
+    state = _json(json.dumps(json.loads(text)["state"]), draw)
+    return sign(json.dumps(document).replace(json.dumps(_MARK), state).encode()[1:]).decode()
+
+
+STRUCTURES = {"state": _state, "json": _json, "jsonl": _jsonl, "yaml": _yaml}
 
 
 # ---- cases -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tests.sweep.samples import Samples
 
 CONFIGURATION, DATA, CHECKPOINT = (2,), (3,), (4,)
 HUGE = str(10**30)
-NO_COUNTS = ("0", "-1", "x", "", "1.5", "nan", "1e3", "-9" * 20)
+NO_COUNTS = ("0", "-1", "x", "", "1.5", "nan", "1e3", "-9" * 20, "٣", "1_0", HUGE)
 """Values that no flag with a count accepts."""
 
 OUTPUTS = ("through a file", "below a loop", "long name", "long path")
@@ -342,7 +342,7 @@ def _train_tokenizer(folder: Path, samples: Samples, paths: dict[str, str]) -> I
     yield from _values(command, good, "--max-bytes", *NO_COUNTS)
     yield from _values(command, good, "--text-unit", "page", "")
     yield from _values(command, good, "--json-keys", "title", codes=(3,))
-    yield from _paths(command, ["--input"], good[1:], paths, DATA, without=["empty"])
+    yield from _paths(command, ["--input"], good[1:], paths, (2, 3))
     for what in (*OUTPUTS, "empty folder"):
         argv = [*good, f"--output={paths[what]}"]
         yield from _each("train_tokenizer: paths", command, argv, (2, 3), ())
@@ -376,7 +376,7 @@ def _preprocess(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterat
     yield from _each(kind, command, null, (2,), ())
     # argparse takes words that begin as one of the names for those names.
     yield from _each(kind, command, good, CONFIGURATION, *NO_TOKENIZER)
-    yield from _paths(command, ["--input"], good[1:], paths, DATA, without=["empty"])
+    yield from _paths(command, ["--input"], good[1:], paths, (2, 3))
     for what in OUTPUTS:
         argv = [*good, f"--output-prefix={paths[what]}"]
         yield from _each("preprocess_data: paths", command, argv, (2, 3), ())
@@ -439,6 +439,7 @@ def _others(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[S
         "--hiden-size=3"),
         ("--", "--lr=nan"), ("--tp=3",), ("a",),
     )  # fmt: skip
+    yield from _paths("study", ["--list"], [], paths, CONFIGURATION)
     yield from _each("faults_table: flags", "faults_table", (), (2,), (), ("a", "b"))
     yield from _paths("faults_table", [], [], paths, (2, 3))
     yield from _each("faults_table: paths", "faults_table", [samples.text], (3,), ())

@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 from megatron.config.fields import nearest
+from megatron.config.parsing import read_small_file
 from megatron.errors import ConfigError
 from tools.evaluate import BITS_PER_BYTE, TASKS
 from tools.evaluation.bits_per_byte import FIGURE_NAMES
@@ -157,12 +158,11 @@ class DeclaredStudy:
 
 def read_study(path: Path) -> DeclaredStudy:
     """Read a study. Raises `ConfigError` naming file and key if something is wrong."""
+    text = read_small_file(str(path), "a study is a YAML file")
     try:
-        loader = _UniqueKeys(path.read_text(encoding="utf-8"))
+        loader = _UniqueKeys(text)
         loader.name = path.name
         content = loader.get_single_data()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
     except (yaml.YAMLError, *UNREADABLE) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     try:
