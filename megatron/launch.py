@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import faulthandler
 import os
 import re
@@ -43,6 +44,7 @@ _MPI_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )  # fmt: skip
 LARGEST_PORT = 2**16 - 1
+LOOPBACK = ("127.0.0.1", "localhost")
 _MOST_DIGITS = 18
 _SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 START_RIGHT = (
@@ -193,6 +195,13 @@ def _checked(launch: Launch) -> Launch:
         raise ConfigError(
             f"rank {launch.rank} with world size {launch.world_size} (from {launch.launcher}): "
             "ranks go from 0 to world size - 1"
+        )
+    is_local = launch.local_rank < launch.local_world_size <= launch.world_size
+    if launch.launcher == "torchrun" and not is_local:
+        raise ConfigError(
+            f"local rank {launch.local_rank} of {launch.local_world_size} on this node, of "
+            f"{launch.world_size} in all (from {launch.launcher}): local ranks go from 0 to the "
+            "ranks of the node - 1"
         )
     if launch.master_port is not None and not 1 <= launch.master_port <= LARGEST_PORT:
         raise ConfigError(
@@ -686,6 +695,7 @@ def _choose_backend(device: torch.device, wanted: str | None) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
+_RECONNECT_SECONDS = 0.1
 LAZY_GLOO_RANKS = 512
 """Ranks from which gloo connects two ranks at their first message.
 
@@ -700,7 +710,7 @@ def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
 
     address, port = launch.master_addr or "", launch.master_port or 0
     _check_address(address, port)
-    if address in ("127.0.0.1", "localhost"):
+    if address in LOOPBACK:
         # gloo binds to the address of the host name, which may not exist on this machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if launch.world_size >= LAZY_GLOO_RANKS:
@@ -710,25 +720,29 @@ def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # Ranks of another job that has the same port must not be taken for ranks of this one.
     job = os.environ.get("SLURM_JOB_ID", "") if launch.launcher == "srun" else ""
+    is_master = launch.rank == 0 and not is_hosted
     try:
+        if not is_master:
+            _reach(address, port, timeout.total_seconds())
         store = PrefixStore(
             f"sparsetron/{job}/{start}",
             TCPStore(
                 address,
                 port,
                 launch.world_size,
-                is_master=launch.rank == 0 and not is_hosted,
+                is_master=is_master,
                 timeout=timeout,
                 wait_for_workers=False,
+                master_listen_fd=_listen_on_loopback(address, port) if is_master else None,
             ),
         )
         _await_ranks(store, launch, timeout)
         dist.init_process_group(
             backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         first_line = str(error).splitlines()[0]
-        if "EADDRINUSE" in str(error):
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             raise ConfigError(
                 f"MASTER_PORT={port}: in use on {address} by another program; choose another port"
             ) from None
@@ -737,6 +751,40 @@ def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
             f"within {timeout.total_seconds():g} s: {first_line}; check MASTER_ADDR and "
             "MASTER_PORT, and that rank 0 runs"
         ) from None
+
+
+def _reach(address: str, port: int, seconds: float) -> None:
+    """Wait until rank 0, or the agent of torchrun, listens. Raises `OSError`.
+
+    On a timeout of its own, torch would print pages of C++ frames.
+    """
+    import socket
+
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=seconds).close()
+            return
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(_RECONNECT_SECONDS)
+
+
+def _listen_on_loopback(address: str, port: int) -> int | None:
+    """Return a socket for the store of ranks of one machine, None for ranks of several.
+
+    The store would listen on every interface, and answers anybody who reaches it.
+    """
+    import socket
+
+    if address not in LOOPBACK:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        return listener.detach()
 
 
 def _check_address(address: str, port: int) -> None:

@@ -23,13 +23,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron.checkpoint.compatibility import check_settings
 from megatron.closed_pipe import end_with_reader
 from megatron.config import Config, parse, resolve, to_yaml
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import bucket_elements
 from megatron.data_parallel.gradient_path import GradientPath, PathParts
-from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError, PeerError
-from megatron.fault_tolerance.exit_signals import ExitSignals
+from megatron.errors import (
+    EXIT_DONE,
+    EXIT_REQUEUE,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    PeerError,
+)
+from megatron.fault_tolerance.exit_signals import ExitSignals, leave_at_once
 from megatron.fault_tolerance.failures import Failures
 from megatron.fault_tolerance.flight_recorder import set_recorder_variables
 from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
@@ -53,9 +61,11 @@ from megatron.run_dir import (
     CONFIG,
     announce,
     finish,
+    has_ended,
     keep_config,
     keeps_status,
     lock_folders,
+    mark_running,
     name_run_dir,
     prepare_run_dir,
     write_pictures,
@@ -74,7 +84,7 @@ if TYPE_CHECKING:
     from megatron.pipeline.transport import Transport
     from megatron.tasks.task import LoadedTask, Task
     from megatron.timers import Timers
-    from megatron.training import Trainer
+    from megatron.training import Trainer, TrainState
 
 Paths = Mapping[str, GradientPath]
 """Gradient paths by the value of `--grad-path`."""
@@ -113,14 +123,22 @@ def begin() -> Sequence[str]:
     """Prepare the process of an entry script and return the command line without its name.
 
     A crash of native code prints a traceback. A process that only prints ends with its reader, as
-    in `pretrain_gpt.py --help | head`. The limit of open files is raised as far as it may be.
+    in `pretrain_gpt.py --help | head`; another one that is asked to leave before it can save leaves
+    at once, to be started again. The limit of open files is raised as far as it may be.
     """
     faulthandler.enable()
     _raise_open_files()
     argv = sys.argv[1:]
     if PRINTING.intersection(argv):
         end_with_reader()
+    else:
+        leave_at_once(_leave_start)
     return argv
+
+
+def _leave_start() -> NoReturn:
+    tell_launcher(EXIT_REQUEUE, "left while it started; the same command begins again")
+    os._exit(EXIT_REQUEUE)
 
 
 def _raise_open_files() -> None:
@@ -244,6 +262,8 @@ def check_files(task: Task, paths: Paths, config: Config) -> None:
         print(text, file=sys.stderr)
 
     origin = task.check_files(config, name_run_dir(config), log=log)
+    if origin is not None:
+        check_settings(config, origin)
     # A resumed run has the state of its gradient path in its checkpoint.
     if origin is None or not origin.own:
         path.check_files(config, lambda: task.logical_shapes(config, path))
@@ -303,7 +323,8 @@ def run(
                 task, paths, config, runtime, groups, run_dir, metrics, origin, heartbeat, requests
             )
             if runtime.is_writer:
-                keep_records(config, run_dir, trainer.progress.iteration)
+                begin_writing(config, run_dir, metrics, trainer.progress, failures.attempt)
+            failures.has_begun = True
             trainer.peer_failure = failures.causes().known
             outcome = trainer.train()
             heartbeat.at("start")
@@ -322,8 +343,13 @@ def run(
             groups.run_beyond_timeout(close_metrics)
             trainer.pipeline.transport.close()
         except BaseException as error:
+            refused = failures.refuses(error)
+            if not refused:
+                metrics.begin()
             # Report before anything is closed, since closing may take long.
             failures.report(error)
+            if refused:
+                heartbeat.close()
             raise
     heartbeat.close()
     stop()
@@ -341,13 +367,22 @@ def told_of_leaving(config: Config, step: int, left: str) -> str:
     return f"saved step {step} ({left}); the same command resumes the run"
 
 
-def keep_records(config: Config, run_dir: Path, iteration: int) -> None:
-    """Write the configuration, and move the metrics of steps after `iteration` out of the way."""
+def begin_writing(
+    config: Config, run_dir: Path, metrics: Metrics, progress: TrainState, attempt: str
+) -> None:
+    """Write to the files of the run folder, once this start is sure to train or to evaluate.
+
+    The status is "running", the configuration is kept, and metrics of later steps are moved out of
+    the way.
+    """
     keep_config(config, run_dir)
-    # An evaluation computes no step again.
-    if not config.training.skip_train:
-        with writing_to(run_dir):
-            cut_metrics(run_dir, iteration)
+    with writing_to(run_dir):
+        if not keeps_status(config, run_dir, attempt=attempt):
+            mark_running(run_dir, attempt=attempt)
+        # An evaluation computes no step again.
+        if not config.training.skip_train:
+            cut_metrics(run_dir, progress.iteration)
+    metrics.begin()
 
 
 def open_run(
@@ -370,7 +405,7 @@ def open_run(
     verification = SharedVerification(world.rank, world.all_gather_str)
 
     def locate() -> str:
-        keep_status = keeps_status(config, run_dir, attempt=attempt)
+        keep_status = has_ended(run_dir) or keeps_status(config, run_dir, attempt=attempt)
         nccl = "nccl" in runtime.backend
         if hung := prepare_run_dir(run_dir, attempt=attempt, nccl=nccl, keep_status=keep_status):
             log(f"collectives of an earlier start: {hung}")
@@ -379,7 +414,11 @@ def open_run(
 
     compare_starts(config, run_dir, world)
     heartbeat = world.raise_on_all_ranks(lambda: open_heartbeat(runtime.launch, run_dir, attempt))
-    located = world.raise_on_all_ranks(lambda: verification.lead(locate))
+    try:
+        located = world.raise_on_all_ranks(lambda: verification.lead(locate))
+    except (CheckpointError, ConfigError):
+        heartbeat.close()
+        raise
     found = json.loads(world.all_gather_str(located or "")[0])
     return CheckpointSource(Path(found[0]), own=found[1]) if found else None, heartbeat
 
@@ -441,6 +480,7 @@ def open_metrics(
         name=config.name,
         formula=task.formula,
         summary=config.values(),
+        held=has_ended(run_dir),
     )
 
 

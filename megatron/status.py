@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron.errors import PeerError
+from megatron.regular_file import open_regular, read_regular
 
 STATUS = "status.json"
 
@@ -107,7 +108,7 @@ def read_status(run_dir: str | Path) -> Status | None:
     Every returned value has the type of its field.
     """
     try:
-        values = json.loads((Path(run_dir) / STATUS).read_text(encoding="utf-8"))
+        values = json.loads(read_regular(Path(run_dir) / STATUS))
         known: dict[str, Any] = {f.name: values[f.name] for f in fields(Status) if f.name in values}
         if not all(_fits(name, value) for name, value in known.items()):
             return None
@@ -190,7 +191,7 @@ def _overwrite(path: Path, text: str) -> None:
     Raises `OSError` if the text needs more blocks than the file has.
     """
     data = text.encode()
-    with open(path, "rb+", buffering=0) as file:
+    with open(open_regular(path, os.O_RDWR), "rb+", buffering=0) as file:
         if len(data) > max(os.fstat(file.fileno()).st_size, _BLOCK):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         file.write(data)

@@ -9,8 +9,9 @@ train --> train_step --> pipeline: forwards and backwards       (gradients go to
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,15 +48,18 @@ class TrainState:
 
     `iteration` counts all steps; `applied_samples` counts samples of applied steps only, and
     schedules follow it, so that a skipped step does not advance them. `skipped_in_row` is the
-    current number of skipped steps in a row for `--max-skipped-steps`; `losses` has the latest
-    losses if loss spikes are skipped. With local steps, a replica may skip a step that others
-    apply: `applied_samples` counts all steps, and `skipped_in_row` those of this rank's replica.
+    current number of skipped steps in a row for `--max-skipped-steps`; `finite_step` is the last
+    step whose loss and gradients were finite, so that the weights before it were sound; `losses`
+    has the latest losses if loss spikes are skipped. With local steps, a replica may skip a step
+    that others apply: `applied_samples` counts all steps, and `skipped_in_row` those of this rank's
+    replica.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     applied_samples: int = 0
     skipped_in_row: int = 0
+    finite_step: int = 0
     losses: list[float] = field(default_factory=list[float])
 
 
@@ -270,8 +274,10 @@ class Trainer:
         if self._most_skipped_in_row() >= limit:
             error = NumericsError(
                 f"{limit} steps in a row were skipped, up to step {self.progress.iteration}: their "
-                "gradients were not finite or their losses too far out; nothing is saved, the last "
-                "good checkpoint is kept; lower --lr, or raise --max-skipped-steps to continue"
+                "losses or gradients were not finite, or their losses too far out; it is not "
+                f"saved. The last finite step is {self.progress.finite_step}: go on from a "
+                "checkpoint before it, which tools/status.py names, with a lower --lr; or raise "
+                "--max-skipped-steps"
             )
             error.shared = True
             raise error
@@ -346,9 +352,10 @@ class Trainer:
             self.optimizer.end_step(progress.iteration)
             if good or self._is_local:
                 progress.applied_samples += batch_size
-            self.scaler.update(overflow=not step.ok)
             if means is None:
                 means = self._means_over_ranks(sums, counted)
+            self._count_skips(step, good, loss=means[0])
+            self.scaler.update(overflow=not step.ok)
         progress.consumed_samples += batch_size
 
         record = self._record(
@@ -360,8 +367,7 @@ class Trainer:
     def _decide(self, step: Step, means: Sequence[float] | None) -> bool:
         """Return whether to apply the step, from numbers that all ranks of a model share.
 
-        `means` may only be None if spikes of the loss are not skipped. Updates the latest losses
-        and the number of steps skipped in a row.
+        `means` may only be None if spikes of the loss are not skipped. Updates the latest losses.
         """
         progress, sigmas = self.progress, self.config.training.skip_loss_spikes
         good = step.ok
@@ -369,11 +375,20 @@ class Trainer:
             assert means is not None, "the loss is computed before the decision"
             good = not is_spike(means[0], progress.losses, sigmas=sigmas)
             remember(progress.losses, means[0])
+        return good
+
+    def _count_skips(self, step: Step, good: bool, *, loss: float) -> None:
+        """Count the step if it was skipped and a lower loss scale would not have helped.
+
+        No loss scale changes the loss, so that a loss that is not finite counts at any scale.
+        """
+        progress, is_finite = self.progress, math.isfinite(loss)
+        if step.ok and is_finite:
+            progress.finite_step = progress.iteration
         if good:
             progress.skipped_in_row = 0
-        elif step.ok or self.scaler.is_lowest:
+        elif step.ok or self.scaler.is_lowest or not is_finite:
             progress.skipped_in_row += 1
-        return good
 
     def _apply(self, step: Step, lr: float) -> None:
         """Update the parameters, and commit the step in everything that keeps state."""
@@ -485,40 +500,54 @@ class Trainer:
     # ---- evaluation ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _evaluate(self, kind: str, reader: Reader | None) -> ExitRequest:
+    def _evaluate(self, kind: str, reader: Reader | Mapping[str, Reader] | None) -> ExitRequest:
         """Evaluate the first `eval_iters` global batches of a split, or all of it; log the means.
 
-        Every evaluation reads the same samples, so that the evaluations of a run are comparable.
-        Returns the most urgent request of all ranks. If it asks to leave, all ranks stop without a
-        result.
+        Of several sets, the means over all sets come first, each set with the same weight, then
+        those of each set. Every evaluation reads the same samples, so that the evaluations of a run
+        are comparable. Returns the most urgent request of all ranks. If it asks to leave, all ranks
+        stop without a result.
         """
-        request = ExitRequest.NONE
-        if reader is None or not (iterations := self._batches_of(reader)):
-            return request
+        sets = reader if isinstance(reader, Mapping) else {"": reader} if reader else {}
+        sets = {name: each for name, each in sets.items() if self._batches_of(each)}
+        request, found = ExitRequest.NONE, dict[str, list[float]]()
         self.stage.train(False)
-        total = torch.zeros(len(self.measures.sums), dtype=torch.float64, device=self.device)
-        counted, batch_size = 0, self.config.training.global_batch_size or 0
         with self.optimizer.shared_weights():
-            for number in range(iterations):
-                self.heartbeat.at("evaluate")
-                batches = self._on_device(list(reader.read(number * batch_size, batch_size)))
-                counted += self._count(batches)
-                total += self.pipeline.forward(batches, iteration=self.progress.iteration)
-                request = self._agree_on(self._pending(), tag=number)
+            for name, each in sets.items():
+                request, found[name] = self._evaluate_set(each)
                 if request.leaves:
                     break
         self.stage.train(True)
-        if not request.leaves:
-            means = self._means_over_ranks(total, counted)
+        if found and not request.leaves:
+            over_sets = [sum(values) / len(found) for values in zip(*found.values(), strict=True)]
+            means = dict(zip(self.measures.means, over_sets, strict=True))
+            for name, values in found.items() if len(found) > 1 else ():
+                names = (f"{mean} {name}" for mean in self.measures.means)
+                means |= zip(names, values, strict=True)
             self.metrics.evaluation(
                 Evaluation(
                     iteration=self.progress.iteration,
                     kind=kind,
-                    means=dict(zip(self.measures.means, means, strict=True)),
+                    means=means,
                     perplexity_of=self.measures.perplexity,
                 )
             )
         return request
+
+    def _evaluate_set(self, reader: Reader) -> tuple[ExitRequest, list[float]]:
+        """Return the most urgent request of all ranks and the means, none if it asks to leave."""
+        total = torch.zeros(len(self.measures.sums), dtype=torch.float64, device=self.device)
+        counted, batch_size = 0, self.config.training.global_batch_size or 0
+        request = ExitRequest.NONE
+        for number in range(self._batches_of(reader)):
+            self.heartbeat.at("evaluate")
+            batches = self._on_device(list(reader.read(number * batch_size, batch_size)))
+            counted += self._count(batches)
+            total += self.pipeline.forward(batches, iteration=self.progress.iteration)
+            request = self._agree_on(self._pending(), tag=number)
+            if request.leaves:
+                return request, []
+        return request, self._means_over_ranks(total, counted)
 
     def _batches_of(self, reader: Reader) -> int:
         """Return the number of global batches of an evaluation, a last partial one included."""
@@ -538,7 +567,9 @@ class Trainer:
         trained = self.metrics.has_step(iteration)
         return self._on_any_rank(trained and not self.metrics.has_evaluation(iteration, "valid"))
 
-    def _evaluate_if_missing(self, kind: str, reader: Reader | None) -> ExitRequest:
+    def _evaluate_if_missing(
+        self, kind: str, reader: Reader | Mapping[str, Reader] | None
+    ) -> ExitRequest:
         """Evaluate a split unless an earlier start of the run did so. Collective over the world."""
         known = self.metrics.has_evaluation(iteration=self.progress.iteration, kind=kind)
         if self._on_any_rank(known):

@@ -47,10 +47,12 @@ count_gpus() {
 show_help() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "$1"; }
 
 # Runs a command to its end and leaves its exit code in `code`. Signals that come meanwhile go to
-# `hand_on SIGNAL PID`, which a script may define anew; `beside PID`, if defined, runs next to it.
+# `hand_on SIGNAL PID`, which a script may define anew, the last one to `asked`; `beside PID`, if
+# defined, runs next to it.
 hand_on() { kill "-$1" "$2" 2>/dev/null || true; }
 run_to_the_end() {
   local signal companion=
+  asked=
   # In the background, so that a signal is handed on at once and not when the run is over; as a
   # job of its own (-m), since a plain background process ignores Ctrl-C.
   set -m
@@ -64,7 +66,7 @@ run_to_the_end() {
   set +m
   for signal in TERM INT HUP USR1; do
     # shellcheck disable=SC2064 # the signal is meant as it is now
-    trap "hand_on $signal $child" "$signal"
+    trap "asked=$signal; hand_on $signal $child" "$signal"
   done
   code=0
   wait "$child" || code=$?

@@ -235,6 +235,11 @@ command_of_torchrun() {
       refuse "LAUNCHER=torchrun NODES=$NODES: set RENDEZVOUS=host:port, alike on every node"
     command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${RUN_DIR##*/}")
   fi
+  # At each start torchrun makes a folder for logs, by default in TMPDIR, and leaves it there.
+  if ! $dry_run; then
+    torchrun_logs=$(mktemp -d)
+    command+=(--log-dir "$torchrun_logs")
+  fi
   command+=("${program[@]}")
   # torchrun itself kills its ranks 30 seconds after a signal, saved or not.
   hand_on() { pkill "-$1" -P "$2" 2>/dev/null || kill "-$1" "$2" 2>/dev/null || true; }
@@ -272,6 +277,9 @@ case $LAUNCHER in
   sbatch) prepare_job ;;
   *) refuse "LAUNCHER=$LAUNCHER: must be local, torchrun, srun, mpiexec or sbatch" ;;
 esac
+
+# A request to leave that comes before there is a run to hand it on to.
+trap 'say "left while it started; the same command begins again"; exit 75' TERM USR1
 
 # A wrong setting is told here, once, with its own exit code and before any rank is started.
 resolved=
@@ -326,7 +334,7 @@ fi
 began=$(mktemp)
 LAUNCH_REPORT=$(mktemp)
 export LAUNCH_REPORT
-trap 'rm -f "$began" "$LAUNCH_REPORT"' EXIT
+trap 'rm -rf "$began" "$LAUNCH_REPORT" "${torchrun_logs:-$began}"' EXIT
 run_to_the_end "${command[@]}"
 
 # torchrun turns every code into 1, srun and mpiexec some into 137: status.json has the true one. A
@@ -355,8 +363,18 @@ PY
 fi
 # Of a run that did not begin the ranks say why, the first cause before what followed from it.
 if [[ -z $recorded && -s $LAUNCH_REPORT ]] && ((code)); then
-  said=$(grep -m 1 -v '^6 ' "$LAUNCH_REPORT") || said=$(head -n 1 "$LAUNCH_REPORT")
+  said=$(grep -m 1 -v '^\(6\|75\) ' "$LAUNCH_REPORT") || said=$(grep -m 1 '^6 ' "$LAUNCH_REPORT") ||
+    said=$(head -n 1 "$LAUNCH_REPORT")
+  # A rank that crashed without a word makes the launcher tell the others to leave.
+  [[ $said != 75* || $(grep -c . "$LAUNCH_REPORT") == "$RANKS_PER_NODE" ]] || said="$code "
   code=${said%% *}
   [[ $LAUNCHER == local || -z ${said#* } ]] || say "${said#* }"
+fi
+# A process dies of a request to leave until it listens, and torchrun calls that a failure.
+if [[ -z $recorded && $code != 0 ]] && ! grep -q -v '^\(6\|75\|130\) ' "$LAUNCH_REPORT"; then
+  case $asked$code in
+    INT*) code=130 ;;
+    TERM* | USR1* | 138 | 143) code=75 ;;
+  esac
 fi
 exit "$code"

@@ -89,7 +89,15 @@ def test_damaged_checkpoints_are_found(
 ) -> None:
     shutil.copytree(FROZEN, tmp_path / "old")
     step = tmp_path / "old" / "checkpoints" / "step_00000005"
-    assert dry(tmp_path, "--load", str(tmp_path / "old")) == 0
+    asked = [
+        "--config",
+        str(FROZEN / "config.yaml"),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--dry-run",
+    ]
+    asked += ["--load", str(tmp_path / "old")]
+    assert pretrain_gpt.main(asked) == 0
     tensors = step / "rank_00000.safetensors"
     match damage:
         case "truncated":
@@ -99,7 +107,7 @@ def test_damaged_checkpoints_are_found(
         case _:
             (step / "manifest.json").write_text("{")
     capsys.readouterr()
-    assert dry(tmp_path, "--load", str(tmp_path / "old")) == 4
+    assert pretrain_gpt.main(asked) == 4
     said = capsys.readouterr().err
     assert "checkpoint not used" in said and "no checkpoint in it verifies" in said
     assert step.is_dir(), "a dry run renames nothing"

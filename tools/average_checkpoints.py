@@ -38,7 +38,7 @@ from megatron.checkpoint.find import (  # noqa: E402
 )
 from megatron.checkpoint.io import failing_as  # noqa: E402
 from megatron.checkpoint.verify import open_to_all  # noqa: E402
-from megatron.config.fields import show_plain  # noqa: E402
+from megatron.config.fields import show_plain, whole_number  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from tools.run_model import CONFIG, PARAM  # noqa: E402
 
@@ -276,7 +276,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("run", type=Path, metavar="RUN", help="run folder, or its folder of checkpoints")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--last", type=int, default=10, metavar="N", help="the N newest checkpoints (10)"
+        "--last", type=whole_number, default=10, metavar="N", help="the N newest checkpoints (10)"
     )
     which.add_argument("--steps", metavar="A,B", help="checkpoints of these steps")
     add("--output", required=True, type=Path, metavar="DIR", help="the run folder to write")

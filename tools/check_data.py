@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.config.fields import LARGEST_INTEGER  # noqa: E402
+from megatron.config.fields import LARGEST_INTEGER, whole_number  # noqa: E402
 from megatron.data.build import check_tokenizer  # noqa: E402
 from megatron.data.indexed_dataset import (
     IndexedDataset,  # noqa: E402
@@ -60,10 +60,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check a .bin/.idx pair and say what it holds.")
     parser.add_argument("prefix", metavar="PREFIX", help="path of the pair; a suffix is ignored")
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="ids must lie in [0, N); implies --full"
+        "--vocab-size",
+        type=whole_number,
+        metavar="N",
+        help="ids must lie in [0, N); implies --full",
     )
     parser.add_argument(
-        "--eod", type=int, metavar="ID", help="default: as the sidecar says; implies --full"
+        "--eod",
+        type=whole_number,
+        metavar="ID",
+        help="default: as the sidecar says; implies --full",
     )
     parser.add_argument("--full", action="store_true", help="read every token (also on its own)")
     parser.add_argument("--sha256", action="store_true", help="print the hash of both files")

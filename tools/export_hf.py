@@ -36,6 +36,7 @@ from megatron.checkpoint.io import (  # noqa: E402  # noqa: E402
     write_file,
 )
 from megatron.closed_pipe import end_with_reader  # noqa: E402
+from megatron.config.fields import whole_number  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from megatron.model.huggingface_config import (  # noqa: E402
     LLAMA,
@@ -210,7 +211,13 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("source", type=Path, metavar="RUN", help="run, checkpoints or step folder")
     add("output", type=Path, metavar="OUT", help="folder to make")
-    add("--step", type=int, default=None, metavar="N", help="step to read (default: the newest)")
+    add(
+        "--step",
+        type=whole_number,
+        default=None,
+        metavar="N",
+        help="step to read (default: the newest)",
+    )
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of the file (default: float32)")
     add_tokenizer_flags(parser)
     return parser.parse_args(arguments)

@@ -14,18 +14,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
+from megatron.config.fields import whole_number  # noqa: E402
 from megatron.errors import (  # noqa: E402
     CheckpointError,
     ConfigError,
     DataError,
     SparsetronError,
 )
+from megatron.metrics.logger import without_controls  # noqa: E402
 from tools.run_model import add_tokenizer_flags, check_tokenizer_flags, find_model  # noqa: E402
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check(options)
         for text in _samples(options):
-            print(text)
+            print(without_controls(text) if sys.stdout.isatty() else text)
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -57,15 +60,23 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder")
     add("--prompt", default="", help="text to continue (default: the start of a document)")
-    add("--max-new-tokens", type=int, default=100, help="stop after as many tokens")
+    add("--max-new-tokens", type=whole_number, default=100, help="stop after as many tokens")
     add("--temperature", type=float, default=0.8, help="divides the logits; lower is safer")
-    add("--top-k", type=int, default=40, help="draw among the K likeliest tokens; 0 = all")
+    add("--top-k", type=whole_number, default=40, help="draw among the K likeliest tokens; 0 = all")
     add("--greedy", action="store_true", help="always the likeliest token, no draws")
-    add("--seed", type=int, default=0, help="of the draws; sample i uses seed + i")
-    add("--num-samples", type=int, default=1, help="continuations to print")
-    add("--checkpoint-step", type=int, default=None, help="step to load (default: the newest)")
+    add("--seed", type=whole_number, default=0, help="of the draws; sample i uses seed + i")
+    add("--num-samples", type=whole_number, default=1, help="continuations to print")
+    add(
+        "--checkpoint-step",
+        type=whole_number,
+        default=None,
+        help="step to load (default: the newest)",
+    )
     add_tokenizer_flags(parser)
-    return parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else [*arguments]
+    if any(flag == "--prompt" and text[:1] == "-" for flag, text in pairwise(given)):
+        parser.error("--prompt: a text that begins with - is given in one word, as --prompt=-x")
+    return parser.parse_args(given)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config import parse, resolve  # noqa: E402
+from megatron.config.fields import whole_number  # noqa: E402
 from megatron.errors import ConfigError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.parity_cases import CASES, MODEL, ParityCase, ParityGrid, flags_of  # noqa: E402
@@ -104,9 +105,9 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        add(f"--{axis}", type=int, default=1, help=f"{name}-parallel size")
+        add(f"--{axis}", type=whole_number, default=1, help=f"{name}-parallel size")
     add("--sequence-parallel", action="store_true", help="as pretrain_gpt.py's")
-    add("--num-layers-per-virtual-pipeline-stage", type=int, default=None, metavar="N")
+    add("--num-layers-per-virtual-pipeline-stage", type=whole_number, default=None, metavar="N")
     paths = list(dict.fromkeys(case.path for case in CASES))
     add("--paths", nargs="+", choices=paths, default=paths, help="gradient paths")
     return parser.parse_args(arguments)

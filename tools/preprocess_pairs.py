@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.fields import split_shares  # noqa: E402
+from megatron.config.fields import split_shares, whole_number  # noqa: E402
 from megatron.data.preprocess_pairs import PairCounts, PairPaths, preprocess_pairs  # noqa: E402
 from megatron.data.raw_pairs import RawPairs, read_tatoeba, read_two_files  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
@@ -57,10 +57,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--source-lang", required=True, metavar="LANG", help="language code, as in de")
     add("--target-lang", required=True, metavar="LANG", help="language code, as in en")
     add("--output-prefix", required=True, metavar="PREFIX", help="the path all names begin with")
-    add("--merges", type=int, default=10_000, metavar="N", help="merges of the joint BPE (10000)")
+    add(
+        "--merges",
+        type=whole_number,
+        default=10_000,
+        metavar="N",
+        help="merges of the joint BPE (10000)",
+    )
     add(
         "--longest",
-        type=int,
+        type=whole_number,
         default=250,
         metavar="N",
         help="leave out pairs of which a sentence has more tokens, its end included (250)",
@@ -77,7 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="language whose sentences are in one split each (default: en if it is one of the "
         "two, else the target)",
     )
-    add("--seed", type=int, default=1234, metavar="N", help="seed of the split (1234)")
+    add("--seed", type=whole_number, default=1234, metavar="N", help="seed of the split (1234)")
     add(
         "--overwrite",
         action="store_true",

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.find import CHECKPOINTS, list_steps  # noqa: E402
 from megatron.checkpoint.verify import read_manifest  # noqa: E402
-from megatron.config.fields import show_plain  # noqa: E402
+from megatron.config.fields import show_plain, whole_number  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.run_model import CONFIG, PARAM, find_step, script_of  # noqa: E402
@@ -186,7 +186,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="RUN", help="run, checkpoints or step folder")
-    add("--step", type=int, metavar="N", help="step to read (default: the newest)")
+    add("--step", type=whole_number, metavar="N", help="step to read (default: the newest)")
     add("--sparsity", required=True, metavar="P", help="share of entries to leave out, below 1")
     add(
         "--scope",

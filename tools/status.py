@@ -26,16 +26,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.find import CHECKPOINTS, list_steps, recorded_directory  # noqa: E402
+from megatron.checkpoint.find import (  # noqa: E402
+    CHECKPOINTS,
+    finite_step,
+    list_steps,
+    recorded_directory,
+)
 from megatron.checkpoint.format import Manifest  # noqa: E402
 from megatron.checkpoint.verify import verify_folder  # noqa: E402
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.errors import CheckpointError, ConfigError, PeerError, SparsetronError  # noqa: E402
+from megatron.errors import (  # noqa: E402
+    CheckpointError,
+    ConfigError,
+    NumericsError,
+    PeerError,
+    SparsetronError,
+)
 from megatron.fault_tolerance.flight_recorder import explain  # noqa: E402
 from megatron.fault_tolerance.heartbeat import RankStatus  # noqa: E402
 from megatron.fault_tolerance.root_cause import is_held, last_sign, latest_sightings  # noqa: E402
 from megatron.fault_tolerance.run_lock import STALE_SECONDS  # noqa: E402
 from megatron.metrics.logger import JSONL, parse_line  # noqa: E402
+from megatron.regular_file import open_regular  # noqa: E402
 from megatron.status import STATUS, Status, read_status  # noqa: E402
 
 CONFIG, LOG = "config.yaml", "log.txt"
@@ -72,6 +84,8 @@ class Standing:
     checkpoint: str = ""
     checkpoint_step: int | None = None
     damaged: list[str] = field(default_factory=list)
+    doubtful: list[str] = field(default_factory=list)
+    """Newer checkpoints of a run whose numbers went wrong, which no finite step followed."""
     ranks: int | None = None
     heartbeat_age: float | None = None
     host: str = ""
@@ -112,7 +126,9 @@ def look(run: Path, *, verify: bool = False) -> Standing:
         raise ConfigError(f"{run}: no {STATUS} there; give the folder of a run (--run-dir)")
     status = read_status(run)
     found = Standing(run=str(run), state="unknown" if status is None else status.state)
-    manifest = _newest_good(run, found, verify=verify)
+    went_wrong = status is not None and status.exit_code == NumericsError.exit_code
+    finite = _last_recorded(run, applied=True) if went_wrong else None
+    manifest = _newest_good(run, found, verify=verify, finite=finite)
     seen = latest_sightings(run, status) if status is not None else []
     found.heartbeat_age = _age(run, seen)
     if status is None:
@@ -167,7 +183,13 @@ def _age(run: Path, seen: Sequence[RankStatus]) -> float | None:
     return None if stamp is None else round(max(0.0, time.time() - stamp), 1)
 
 
-def _newest_good(run: Path, found: Standing, *, verify: bool) -> Manifest | None:
+def _newest_good(
+    run: Path, found: Standing, *, verify: bool, finite: int | None = None
+) -> Manifest | None:
+    """Return the manifest of the newest checkpoint that verifies.
+
+    With `finite`, the last step that was applied, only those before the last finite step count.
+    """
     folder = recorded_directory(run)
     if not folder.exists():
         return None
@@ -179,25 +201,32 @@ def _newest_good(run: Path, found: Standing, *, verify: bool) -> Manifest | None
         except CheckpointError as error:
             if not step.path.exists():
                 # The run removed it (--keep-last) because it has saved newer ones since.
-                return _newest_good(run, found, verify=verify)
+                return _newest_good(run, found, verify=verify, finite=finite)
             found.damaged.append(f"{step.path.name} ({error})")
             continue
+        if finite is not None:
+            finite = max(finite, finite_step(manifest))
+            if step.step >= finite:
+                found.doubtful.append(f"{step.path.name}: no step with a finite loss followed it")
+                continue
         found.checkpoint, found.checkpoint_step = str(step.path), manifest.step
         return manifest
     return None
 
 
-def _last_recorded(run: Path) -> int:
-    """Return the last step of metrics.jsonl, 0 if it has none."""
+def _last_recorded(run: Path, *, applied: bool = False) -> int:
+    """Return the last step of metrics.jsonl, or the last that was applied; 0 if it has none."""
     try:
-        with open(run / JSONL, "rb") as file:
+        with open(open_regular(run / JSONL, os.O_RDONLY), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().splitlines(keepends=True)
     except OSError:
         return 0
-    found = (parse_line(line) for line in lines)
-    return max((int(values["iteration"] or 0) for values in found if values), default=0)
+    found = [values for line in lines if (values := parse_line(line))]
+    if applied:
+        found = [values for values in found if values.get("skipped") == 0]
+    return max((int(values["iteration"] or 0) for values in found), default=0)
 
 
 def _next_command(run: Path, found: Standing) -> str:
@@ -227,7 +256,15 @@ def _start_again(run: Path, found: Standing) -> str:
         return f"squeue -j {found.job}; if it is not there any more, submit the same again"
     if not (run / CONFIG).is_file():
         return "the command that started it"
+    if found.doubtful and found.checkpoint_step is None:
+        return "the command that started it, with another --run-dir"
+    folder = recorded_directory(run)
     variables = {"CONFIG": str(run / CONFIG), "RUN_DIR": str(run)}
+    flags = [] if folder == run / CHECKPOINTS else ["--save", str(folder)]
+    if found.doubtful:
+        # A run goes on from its newest checkpoint: another way from an older one is another run.
+        variables["RUN_DIR"] = f"{run}-from-{found.checkpoint_step}"
+        flags = ["--load", str(run), "--ckpt-step", str(found.checkpoint_step)]
     # As in launch.sh; a login node's Python may lack a YAML reader.
     settings = (run / CONFIG).read_text(encoding="utf-8", errors="replace")
     if re.search(r'pipeline_schedule: "?message-driven', settings):
@@ -235,9 +272,8 @@ def _start_again(run: Path, found: Standing) -> str:
     if found.ranks is not None:
         variables["RANKS_PER_NODE"] = str(found.ranks)
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    folder = recorded_directory(run)
-    flags = "" if folder == run / CHECKPOINTS else f" -- {shlex.join(['--save', str(folder)])}"
-    return f"{' '.join(words)} scripts/launch.sh{flags}"
+    more = f" -- {shlex.join(flags)}" if flags else ""
+    return f"{' '.join(words)} scripts/launch.sh{more}"
 
 
 def in_words(found: Standing) -> str:
@@ -251,6 +287,7 @@ def in_words(found: Standing) -> str:
     good = found.checkpoint or "none"
     rows.append(("checkpoint", good))
     rows += [("damaged", text) for text in found.damaged]
+    rows += [("doubtful", text) for text in found.doubtful]
     if found.heartbeat_age is not None:
         rows.append(("heartbeat", f"{found.heartbeat_age:g} s ago"))
     where = found.host + (f", job {found.job}" if found.job else "")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # allows running without installation
 
+from megatron.config.fields import whole_number  # noqa: E402
 from megatron.data.local_file import (
     is_file,  # noqa: E402
     is_folder,  # noqa: E402
@@ -176,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER")
-    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N")
-    parser.add_argument("--max-bytes", type=int, default=16_000_000, metavar="N")
+    parser.add_argument("--vocab-size", type=whole_number, default=4096, metavar="N")
+    parser.add_argument("--max-bytes", type=whole_number, default=16_000_000, metavar="N")
     parser.add_argument("--library", type=Path, metavar="FOLDER", help="default: this Python's")
     arguments = parser.parse_args(argv)
     try:

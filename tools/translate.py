@@ -32,6 +32,7 @@ from megatron.checkpoint.io import failing_as  # noqa: E402
 from megatron.checkpoint.verify import open_to_all, read_manifest  # noqa: E402
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import parse  # noqa: E402
+from megatron.config.fields import whole_number  # noqa: E402
 from megatron.data.local_file import read_text  # noqa: E402
 from megatron.data.pair_bpe import PairBPE  # noqa: E402
 from megatron.data.pair_dataset import PairDataset, PairVocabulary  # noqa: E402
@@ -288,9 +289,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--input", type=Path, metavar="FILE", help="sentences, one a line (standard input)")
     add("--bleu", action="store_true", help="translate a held-back split and print its BLEU")
     add("--split", choices=HELD_BACK, help=f"split of --bleu ({SPLIT})")
-    add("--limit", type=int, metavar="N", help="score the first N pairs of the split")
+    add("--limit", type=whole_number, metavar="N", help="score the first N pairs of the split")
     add("--tokenize", choices=TOKENIZERS, help=f"sacrebleu's tokenizer ({TOKENIZER})")
-    add("--beam", type=int, default=4, metavar="N", help="hypotheses kept at each position (4)")
+    add(
+        "--beam",
+        type=whole_number,
+        default=4,
+        metavar="N",
+        help="hypotheses kept at each position (4)",
+    )
     add(
         "--length-penalty",
         type=float,
@@ -299,10 +306,27 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="exponent of the length in the score; larger for longer translations (1)",
     )
     add("--max-len-a", type=float, default=0.0, metavar="A", help="a translation has at most ...")
-    add("--max-len-b", type=int, default=200, metavar="B", help="... A x source tokens + B tokens")
-    add("--batch-size", type=int, default=32, metavar="N", help="sentences searched at once (32)")
+    add(
+        "--max-len-b",
+        type=whole_number,
+        default=200,
+        metavar="B",
+        help="... A x source tokens + B tokens",
+    )
+    add(
+        "--batch-size",
+        type=whole_number,
+        default=32,
+        metavar="N",
+        help="sentences searched at once (32)",
+    )
     add("--data-path", metavar="PREFIX", help="prefix of the data (default: the run's)")
-    add("--checkpoint-step", type=int, metavar="N", help="step to load (default: the newest)")
+    add(
+        "--checkpoint-step",
+        type=whole_number,
+        metavar="N",
+        help="step to load (default: the newest)",
+    )
     add("--json", action="store_true", help="the figures of --bleu as one JSON object")
     return parser.parse_args(arguments)
 

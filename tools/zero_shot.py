@@ -31,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
+from megatron.config.fields import whole_number  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 from tools.evaluation import harness  # noqa: E402
 from tools.evaluation.example import Example  # noqa: E402
@@ -297,9 +298,20 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "where it is installed)",
     )
     add("--list", action="store_true", help="print the tasks and their data sets, and end")
-    add("--batch-size", type=int, default=8, help="texts computed at once (default: 8)")
-    add("--limit", type=int, default=None, metavar="N", help="the first N lines of each file alone")
-    add("--checkpoint-step", type=int, default=None, help="step to load (default: the newest)")
+    add("--batch-size", type=whole_number, default=8, help="texts computed at once (default: 8)")
+    add(
+        "--limit",
+        type=whole_number,
+        default=None,
+        metavar="N",
+        help="the first N lines of each file alone",
+    )
+    add(
+        "--checkpoint-step",
+        type=whole_number,
+        default=None,
+        help="step to load (default: the newest)",
+    )
     add("--json", action="store_true", help="one JSON object in place of the table")
     add_tokenizer_flags(parser)
     return parser.parse_args(arguments)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from megatron.checkpoint.compatibility import (
     check_data,
     check_identity,
     check_path,
+    check_schedule,
     path_differences,
     schedule,
     with_schedule,
@@ -31,11 +33,11 @@ from megatron.checkpoint.find import CheckpointSource, Keeper, save_directory
 from megatron.checkpoint.io import FILES, Files
 from megatron.checkpoint.shared_verify import SharedVerification
 from megatron.checkpoint.state_dict import RunStateDict
-from megatron.checkpoint.store import Checkpoint, LocalShard, Snapshots, save_checkpoint
+from megatron.checkpoint.store import Checkpoint, LocalShard, Snapshots, save_checkpoint, whole
 from megatron.config import Config
 from megatron.data_parallel.buffers import BufferSet
 from megatron.data_parallel.engine import GradientEngine
-from megatron.errors import CheckpointError, DataError
+from megatron.errors import CheckpointError, DataError, NumericsError
 from megatron.metrics import Metrics
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.build import learning_rate
@@ -116,9 +118,37 @@ def opened(
         return
     with Checkpoint.open(origin.path, verify=False) as saved:
         was = saved.state.get("identity", {})
-        weights_only = config.checkpoint.finetune and not origin.own
-        check_identity(was, identity, where=origin.path, own=origin.own, model_only=weights_only)
+        asked = config.checkpoint
+        check_identity(
+            was,
+            identity,
+            where=origin.path,
+            own=origin.own,
+            model_only=asked.finetune and not origin.own,
+            new_data=asked.accept_new_data,
+        )
         yield StartingCheckpoint(saved, same_path=not path_differences(was, identity))
+
+
+_COUNTERS = ("progress", "applied_updates", "loss_scaler")
+"""Keys of `state` without which a run cannot go on."""
+
+
+def _check_finite(shards: Iterable[LocalShard], progress: TrainState) -> None:
+    """Raise `NumericsError` if a shard has an entry that is not finite."""
+    names, largest = list[str](), list[torch.Tensor]()
+    for shard in shards:
+        if shard.tensor.is_floating_point() and shard.count:
+            names.append(shard.name)
+            # The largest magnitude takes no memory, and is NaN if an entry is.
+            largest.append(torch.linalg.vector_norm(shard.entries(), math.inf).cpu().float())
+    for name, is_finite in zip(names, torch.stack(largest).isfinite().tolist(), strict=True):
+        if not is_finite:
+            raise NumericsError(
+                f"step {progress.iteration} is not saved: {name} is not finite. The last step "
+                f"whose loss and gradients were finite is step {progress.finite_step}: go on from "
+                "a checkpoint before it, which tools/status.py names, with a lower --lr"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +222,16 @@ class Checkpointer:
     def save(self, progress: TrainState, *, wait: bool) -> None:
         """Save the step just finished; older checkpoints stay at least until this one is committed.
 
-        Raises the same `CheckpointError` on every rank if this save, or the pending one, fails.
+        Raises:
+            CheckpointError: This save, or the pending one, failed; on every rank.
+            NumericsError: A weight or a state is not finite, and nothing is saved; on every rank.
         """
         began = time.perf_counter()
         self.settle(wait=True)
         self.metrics.flush()
         shards = list(self._tensors.shards(moments=not self.config.checkpoint.no_save_optim))
+        read = [whole(info.name, info.param) for info in self.engine.infos.values()]
+        self.groups.world.raise_on_all_ranks(partial(_check_finite, [*shards, *read], progress))
         asynchronous = self.config.checkpoint.async_save and not wait
         if asynchronous:
             # A rank without memory for its copies must fail on all ranks, or the others would wait.
@@ -307,7 +341,7 @@ class Checkpointer:
         fresh_moments = (asked.finetune or asked.no_load_optim) and not origin.own
         with Checkpoint.open(origin.path, verify=False) as saved:
             self.groups.world.raise_on_all_ranks(
-                lambda: self._check(saved, weights_only, origin.own)
+                lambda: self._check(saved, weights_only, fresh_moments, origin.own)
             )
             self.groups.world.raise_on_all_ranks(lambda: self._take(saved, fresh_moments))
             # Collective for sharded states, so all ranks must have come this far.
@@ -331,10 +365,25 @@ class Checkpointer:
             )
         return progress
 
-    def _check(self, saved: Checkpoint, weights_only: bool, own: bool) -> None:
+    def _check(self, saved: Checkpoint, weights_only: bool, fresh_moments: bool, own: bool) -> None:
         asked = self.config.checkpoint
+        needed = () if weights_only else ("progress",) if fresh_moments else _COUNTERS
+        if missing := [key for key in needed if key not in saved.state]:
+            raise CheckpointError(
+                f"{saved.path}: state.{missing[0]}: missing, so that no run can go on from it; "
+                "give --finetune to take its weights alone"
+            )
         was = saved.state.get("identity", {})
-        check_identity(was, self.identity, where=saved.path, own=own, model_only=weights_only)
+        check_identity(
+            was,
+            self.identity,
+            where=saved.path,
+            own=own,
+            model_only=weights_only,
+            new_data=asked.accept_new_data,
+            log=self.metrics.log,
+        )
+        check_schedule(saved.state.get("schedule", {}), self.config, where=saved.path)
         if not weights_only:
             check_path(
                 was,
@@ -346,9 +395,11 @@ class Checkpointer:
             )
         if not weights_only and self.groups.world.rank == 0:
             check_data(
-                saved.state.get("data_files", {}),
-                self.data_files,
+                was,
+                self.identity,
+                (saved.state.get("data_files", {}), self.data_files),
                 where=saved.path,
+                own=own,
                 accept=asked.accept_new_data,
                 log=self.metrics.log,
             )

@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.format import show
+from megatron.checkpoint.verify import read_manifest
 from megatron.config import Config
 from megatron.config.fields import specs_of, split_shares
 from megatron.config.megatron_flags import RETIRED_VALUES
 from megatron.data.indexed_dataset import changes, without_suffix
 from megatron.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.find import CheckpointSource
 
 _LATER: dict[str, Any] = {
     "model.use_rope_scaling": False,
@@ -43,6 +49,23 @@ _OF_THE_DATA = ("seed", "global_batch_size", "rampup_batch_size")
 _PATH = "gradient.grad_path"
 _WIRE = "gradient.grad_wire"
 _KEEPS_ROUNDING = "gradient.keeps_rounding"
+_PLACES = ("data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path")
+_OF_A_TOKENIZER = (
+    "data.tokenizer_type",
+    "data.tokenizer_model",
+    "data.vocab_file",
+    "data.merge_file",
+    "data.vocab_size",
+)
+_WITHOUT_WEIGHTS = (
+    "model.seq_length",
+    "model.norm_epsilon",
+    "model.max_position_embeddings",
+    "model.rotary_base",
+    "model.use_rope_scaling",
+    "model.rope_scaling_factor",
+)
+"""Settings that no weight depends on; all but the first two only with rotary positions."""
 _SECTIONS = ("model", "data", "training")
 """Sections of an identity that do not belong to the gradient path."""
 MAX_DIFFERENCES = 5
@@ -87,6 +110,15 @@ def schedule(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(found))  # as a checkpoint has it, with lists
 
 
+def check_schedule(was: Mapping[str, Any], config: Config, *, where: Path) -> None:
+    """Raise `CheckpointError` for a value of `schedule` that its setting cannot have."""
+    for key in schedule(config).keys() & was.keys():
+        section, name = key.split(".")
+        spec = specs_of(type(getattr(config, section)), section)[name]
+        if not spec.accepts(was[key]):
+            raise CheckpointError(f"{where}: state.schedule[{key}]: {show(was[key])} is no {name}")
+
+
 def with_schedule(config: Config, was: Mapping[str, Any]) -> Config:
     """Return `config` with the settings that `schedule` returned for another configuration."""
     by_section: dict[str, dict[str, Any]] = {"optimizer": {}, "precision": {}, "training": {}}
@@ -101,25 +133,96 @@ def with_schedule(config: Config, was: Mapping[str, Any]) -> Config:
 
 
 def check_identity(
-    was: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, own: bool, model_only: bool
+    was: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    where: Path,
+    own: bool,
+    model_only: bool,
+    new_data: bool = False,
+    log: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Raise `CheckpointError` naming the settings that differ.
+    """Raise `CheckpointError` naming the settings that differ, outside the gradient path.
 
-    With `model_only`, for a run that takes only the weights, the settings of the model except its
-    sequence length are compared; otherwise all settings outside the gradient path. A run that
-    resumes (`own`) and one that begins with the checkpoint of another are told different ways out.
+    The places of data and of tokenizer files are no settings: `check_data` compares contents, and
+    an equal fingerprint makes a tokenizer the same. With `model_only`, for a run that takes only
+    the weights, what weights depend on is compared; other settings of the model are logged. With
+    `new_data`, a run that begins with the checkpoint of another may read other data in other
+    batches. A run that resumes (`own`) and one that begins are told different ways out.
     """
-    weights = {key for key in now if key.startswith("model.") and key != "model.seq_length"}
-    checked = weights if model_only else {key for key in now if _section(key) in _SECTIONS}
+    free = _free(was, now)
+    weights = {key for key in now if key.startswith("model.")} - free
+    freed = _WITHOUT_WEIGHTS if _is_rotary(was) and _is_rotary(now) else _WITHOUT_WEIGHTS[:2]
+    checked = weights - {*freed} if model_only else {*_settings(now)} - free
+    if new_data and not own:
+        freed = tuple(sorted(key for key in checked if _is_of_the_data(key)))
+        checked -= {*freed}
     differing = _differences(was, now, checked)
     if not differing:
+        changed = _differences(was, now, {*freed} & now.keys()) if model_only or new_data else []
+        for text in changed:
+            log(f"{text}, from here on")
         return
     way_out = "give the same settings"
     if own:
         way_out = "use another --run-dir, or give the same settings"
-    elif not _differences(was, now, weights):
+    elif not _differences(was, now, {key for key in checked if not _is_of_the_data(key)}):
+        way_out = "give --accept-new-data to keep its moments, or --finetune to take its weights"
+    elif not _differences(was, now, weights - {*_WITHOUT_WEIGHTS}):
         way_out = "give --finetune to take its weights alone, or give the same settings"
     raise CheckpointError(f"{where}: belongs to another run: {_few(differing)}; {way_out}")
+
+
+def _settings(identity: Mapping[str, Any]) -> list[str]:
+    """Return the keys of an identity outside the gradient path."""
+    return [key for key in identity if _section(key) in _SECTIONS]
+
+
+def _free(was: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Return the keys that name places, whose contents decide."""
+    tokenizer = now.get("data.tokenizer")
+    same = tokenizer is not None and tokenizer == was.get("data.tokenizer")
+    return {*_PLACES, *(_OF_A_TOKENIZER if same else ())}
+
+
+def _is_rotary(identity: Mapping[str, Any]) -> bool:
+    return identity.get("model.position_embedding_type") == "rope"
+
+
+def _is_of_the_data(key: str) -> bool:
+    """Return whether a setting says which data are read and in which batches."""
+    is_data = key.startswith("data.") and key not in ("data.tokenizer", "data.vocabulary")
+    return is_data or key in [f"training.{name}" for name in _OF_THE_DATA]
+
+
+def check_settings(config: Config, origin: CheckpointSource) -> None:
+    """Raise `CheckpointError` for settings with which a run would refuse its checkpoint.
+
+    Facts of data and tokenizer are not compared, so that no file of theirs is read.
+    """
+    was, asked = read_manifest(origin.path).state.get("identity", {}), config.checkpoint
+    mine = identity(config)
+    # What is not set here may follow from files.
+    compared = mine.keys() & was.keys() - {*_OF_A_TOKENIZER}
+    known = {key: mine[key] for key in sorted(compared) if mine[key] is not None}
+    weights_only = asked.finetune and not origin.own
+    check_identity(
+        was,
+        known,
+        where=origin.path,
+        own=origin.own,
+        model_only=weights_only,
+        new_data=asked.accept_new_data,
+    )
+    if not weights_only:
+        check_path(
+            was,
+            mine,
+            where=origin.path,
+            own=origin.own,
+            reset=asked.reset_grad_state,
+            log=lambda text: None,
+        )
 
 
 def path_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -172,20 +275,58 @@ def _path_text(identity: Mapping[str, Any]) -> str:
 def check_data(
     was: Mapping[str, Any],
     now: Mapping[str, Any],
+    files: tuple[Mapping[str, Any], Mapping[str, Any]],
     *,
     where: Path,
+    own: bool,
     accept: bool,
     log: Callable[[str], None],
 ) -> None:
-    """Raise `CheckpointError` naming the data files that changed; with `accept` only log them."""
-    found = changes(was, now)
+    """Raise `CheckpointError` naming data that changed; with `accept` only log them.
+
+    Args:
+        was: The identity in the checkpoint.
+        now: That of this run.
+        files: `data_files` of both. The data of a setting are equal if they have the same weights,
+            and files of the same sizes and indices, wherever these are.
+        where: The checkpoint.
+        own: Whether the run resumes its own checkpoint.
+        accept: Whether other data are accepted.
+        log: Receives a line for data that are accepted.
+    """
+    found = changes(*files)
+    for key in sorted({key for key in _PLACES if key in was or now.get(key) is not None}):
+        there, here = was.get(key), now.get(key)
+        if _contents(there, files[0]) != _contents(here, files[1]):
+            found.append(f"{key}: {there!r} there, {here!r} here")
     if found and not accept:
+        another = "" if own else ", or --finetune to take the weights alone"
         raise CheckpointError(
             f"{where}: data changed since: {_few(found)}; restore the old files, or give "
-            "--accept-new-data to continue with these"
+            f"--accept-new-data to continue with these{another}"
         )
     if found:
         log(f"data changed since {where.name}, continuing with it: {_few(found)}")
+
+
+def _contents(value: object, files: Mapping[str, Any]) -> list[object]:
+    """Return what a setting names: weights, and the facts of the files that each path leads to.
+
+    A path about whose files nothing is known stands for itself.
+    """
+    found: list[object] = []
+    for item in value if isinstance(value, list) else [value]:
+        prefix = without_suffix(str(item))
+        pair = [f"{prefix}.bin", f"{prefix}.idx"]
+        paths = pair if pair[1] in files else sorted(p for p in files if p.startswith(str(item)))
+        known = [(p[len(prefix) :], files[p]["bytes"], files[p].get("sha256")) for p in paths]
+        if known:
+            found.append(known)
+        else:
+            with contextlib.suppress(ValueError):
+                item = float(str(item))
+            found.append(os.path.realpath(item) if isinstance(item, str) else item)
+    return found
 
 
 def _today(key: str, value: object) -> object:

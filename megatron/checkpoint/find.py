@@ -248,6 +248,16 @@ def _compare_hint(
         replace_text(files, hint, f"{chosen.name}\n", secrets.token_hex(4))
 
 
+def finite_step(manifest: Manifest) -> int:
+    """Return the last step before a save whose loss and gradients were finite.
+
+    A step computes them with the weights of the step before, so that a checkpoint of an earlier
+    step has sound weights. Checkpoints without the record only count the skipped steps.
+    """
+    progress = manifest.state.get("progress", {})
+    return progress.get("finite_step", manifest.step - progress.get("skipped_in_row", 0))
+
+
 Stamp = tuple[tuple[str, int, int], ...]
 
 
@@ -255,9 +265,10 @@ Stamp = tuple[tuple[str, int, int], ...]
 class Keeper:
     """Deletes old checkpoints.
 
-    Keeps the newest `count` steps of a folder that verify, and every multiple of `interval` (None:
-    no others). One process per folder. A process hashes each checkpoint once, its own ones right
-    after their commit; the result holds while sizes and times of the files do not change.
+    Keeps the newest `count` steps of a folder that verify, the newest of those that a finite step
+    followed (`finite_step`), and every multiple of `interval` (None: no others). One process per
+    folder. A process hashes each checkpoint once, its own ones right after their commit; the result
+    holds while sizes and times of the files do not change.
     """
 
     directory: Path
@@ -266,28 +277,34 @@ class Keeper:
     log: Callable[[str], None]
     verify: Verify | None = None
     files: Files = FILES
-    _verdicts: dict[Path, tuple[Stamp, bool]] = field(default_factory=dict)
+    _verdicts: dict[Path, tuple[Stamp, int | None]] = field(default_factory=dict)
 
     def prune(self) -> list[Path]:
-        """Delete good steps except the `count` newest and multiples of `interval`.
+        """Delete good steps except those to keep.
 
         Damaged steps are neither counted nor deleted. A failure is only logged: it does not affect
         the run, and the next save tries again. Returns the deleted folders.
         """
         removed: list[Path] = []
+        kept, finite, has_followed = 0, 0, False
         try:
-            kept = 0
             steps = list_steps(self.directory, files=self.files).committed
             for step, folders in groupby(steps, key=lambda folder: folder.step):
-                if kept >= self.count and self._is_retained(step):
+                if kept >= self.count and has_followed and self._is_retained(step):
                     continue
-                good = [folder.path for folder in folders if self._verifies(folder)]
-                if kept < self.count:
-                    kept += bool(good)
+                known = {folder.path: self._finite_step(folder) for folder in folders}
+                good = {path: last for path, last in known.items() if last is not None}
+                if not good:
                     continue
-                for path in good:
-                    self._remove(path)
-                    removed.append(path)
+                is_followed = step < finite
+                if kept < self.count or (is_followed and not has_followed):
+                    kept += 1
+                    has_followed |= is_followed
+                elif not self._is_retained(step):
+                    for path in good:
+                        self._remove(path)
+                        removed.append(path)
+                finite = max(finite, *good.values())
         except CheckpointError as error:
             self.log(f"older checkpoints stay: {error}")
         return removed
@@ -295,19 +312,20 @@ class Keeper:
     def _is_retained(self, step: int) -> bool:
         return self.interval is not None and step % self.interval == 0
 
-    def _verifies(self, folder: CommittedStep) -> bool:
+    def _finite_step(self, folder: CommittedStep) -> int | None:
+        """Return `finite_step` of a folder that verifies, None for another one."""
         stamp = self._stamp(folder.path)
-        known, good = self._verdicts.get(folder.path, (None, False))
+        known, found = self._verdicts.get(folder.path, (None, None))
         if known == stamp:
-            return good
+            return found
         try:
-            verify_committed(folder, self.verify or partial(verify_folder, files=self.files))
-            good = True
+            verify = self.verify or partial(verify_folder, files=self.files)
+            found = finite_step(verify_committed(folder, verify))
         except CheckpointError as error:
-            good = False
+            found = None
             self.log(f"not counted as a checkpoint to keep: {error}")
-        self._verdicts[folder.path] = stamp, good
-        return good
+        self._verdicts[folder.path] = stamp, found
+        return found
 
     def _stamp(self, path: Path) -> Stamp:
         with failing_as(path, "read"):

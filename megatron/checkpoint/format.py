@@ -91,10 +91,18 @@ def named(value: Any, where: str, read: Any) -> dict[str, Any]:
     return {key: read(entry, f"{where}[{show(key)}]") for key, entry in value.items()}
 
 
-def integer(value: Any, where: str, low: int = 0) -> int:
-    """Return a whole number from `low` to 2**62; true and false are not numbers."""
-    if type(value) is not int or not low <= value <= LARGEST:
-        raise ValueError(f"{where}: must be a whole number from {low} to 2**62, not {show(value)}")
+def integer(value: Any, where: str, low: int = 0, high: int = LARGEST) -> int:
+    """Return a whole number from `low` to `high`; true and false are not numbers."""
+    if type(value) is not int or not low <= value <= high:
+        most = "2**62" if high == LARGEST else high
+        raise ValueError(f"{where}: must be a whole number from {low} to {most}, not {show(value)}")
+    return value
+
+
+def finite(value: Any, where: str) -> float:
+    """Return a value that must be a number; JSON has no others than finite ones."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{where}: must be a number, not {show(value)}")
     return value
 
 
@@ -381,6 +389,74 @@ _SIGNATURE_BYTES = 79
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,100}\.safetensors")
 
 
+_COUNTERS = ("iteration", "consumed_samples", "applied_samples")
+MOST_SAMPLES = 2**31
+"""Bound of the samples of a step."""
+
+
+def check_state(state: Any, step: int) -> None:
+    """Raise `ValueError` for a value in `state` that no run has after `step`.
+
+    Any key may be missing: a checkpoint may hold the weights of a model and nothing of a run.
+    """
+    if not isinstance(state, dict):
+        raise ValueError("state: must be an object")
+    if "progress" in state:
+        _check_progress(state["progress"], step)
+    _check_counters(state, "state", step)
+    replicas = state.get("replicas", [])
+    if not isinstance(replicas, list):
+        raise ValueError("state.replicas: must be a list")
+    for number, replica in enumerate(replicas):
+        where = f"state.replicas[{number}]"
+        fields(replica, where, ["applied_updates", "loss_scaler", "skipped_in_row"])
+        _check_counters(replica, where, step)
+        integer(replica["skipped_in_row"], f"{where}.skipped_in_row", high=step)
+    for key in ("identity", "schedule"):
+        if not isinstance(state.get(key, {}), dict):
+            raise ValueError(f"state.{key}: must be an object")
+    named(state.get("data_files", {}), "state.data_files", _check_file_facts)
+    text(state.get("data_order", ""), "state.data_order")
+
+
+def _check_progress(progress: Any, step: int) -> None:
+    where = "state.progress"
+    fields(progress, where, _COUNTERS, ["skipped_in_row", "finite_step", "losses"])
+    if integer(progress["iteration"], f"{where}.iteration") != step:
+        raise ValueError(f"{where}.iteration: is {progress['iteration']}, step is {show(step)}")
+    read = integer(progress["consumed_samples"], f"{where}.consumed_samples")
+    if read > step * MOST_SAMPLES:
+        raise ValueError(f"{where}.consumed_samples: {read} are too many for {step} steps")
+    integer(progress["applied_samples"], f"{where}.applied_samples", high=read)
+    for key in ("skipped_in_row", "finite_step"):
+        integer(progress.get(key, 0), f"{where}.{key}", high=step)
+    losses = progress.get("losses", [])
+    if not isinstance(losses, list):
+        raise ValueError(f"{where}.losses: must be a list")
+    for number, loss in enumerate(losses):
+        finite(loss, f"{where}.losses[{number}]")
+
+
+def _check_counters(state: Mapping[str, Any], where: str, step: int) -> None:
+    integer(state.get("applied_updates", 0), f"{where}.applied_updates", high=step)
+    scaler = state.get("loss_scaler", {})
+    names = ["scale", "clean_steps", "hysteresis_left"]
+    fields(scaler, f"{where}.loss_scaler", names if scaler else [])
+    if scaler:
+        if finite(scaler["scale"], f"{where}.loss_scaler.scale") <= 0:
+            raise ValueError(f"{where}.loss_scaler.scale: must be above 0")
+        integer(scaler["clean_steps"], f"{where}.loss_scaler.clean_steps")
+        # Overflows at the lowest scale go on to count.
+        integer(scaler["hysteresis_left"], f"{where}.loss_scaler.hysteresis_left", low=-LARGEST)
+
+
+def _check_file_facts(value: Any, where: str) -> None:
+    fields(value, where, ["bytes", "modified"], ["sha256"])
+    integer(value["bytes"], f"{where}.bytes")
+    integer(value["modified"], f"{where}.modified", low=-LARGEST)
+    text(value.get("sha256", ""), f"{where}.sha256")
+
+
 class NewerFormat(CheckpointError):
     """The checkpoint is whole but written by a later version, so it is not damaged."""
 
@@ -466,13 +542,13 @@ def _manifest(document: Any, source: str) -> Manifest:
             f"{VERSION}; use a newer sparsetron"
         )
     fields(document, "manifest", _KEYS)
-    if not isinstance(document["state"], dict):
-        raise ValueError("state: must be an object")
+    step = integer(document["step"], "step")
+    check_state(document["state"], step)
     world = named(document["world"], "world", integer)
     if world.get("size", 0) < 1:
         raise ValueError("world.size: must be 1 or more")
     manifest = Manifest(
-        step=integer(document["step"], "step"),
+        step=step,
         state=document["state"],
         world=world,
         packages=named(document["packages"], "packages", text),

@@ -8,12 +8,16 @@ vote carries the largest request of any rank.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
+from threading import Thread
 from types import FrameType
+from typing import NoReturn
 
 SIGTERM_SECONDS = 1.0
 """Seconds to wait after SIGTERM, for the report of a failure.
@@ -104,6 +108,29 @@ class ExitSignals:
         if request is ExitRequest.SIGTERM:
             self._sigterm_at = time.monotonic()
         self._noted = max(self._noted, request)
+
+
+def leave_at_once(leave: Callable[[], NoReturn]) -> None:
+    """Call `leave` at SIGTERM and SIGUSR1, in a thread, until other handlers are installed.
+
+    A process that starts waits for other ranks in native code, where no handler of Python runs.
+    Main thread only.
+    """
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        leave()
+
+    def watch() -> None:
+        while number := os.read(ours, 1):
+            if signal.getsignal(number[0]) is handler:
+                leave()
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, handler)
+    signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    Thread(target=watch, daemon=True).start()
 
 
 def _remove(path: Path | None) -> None:

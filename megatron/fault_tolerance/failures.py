@@ -11,14 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from megatron.errors import PeerError, SparsetronError
+from megatron.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    PeerError,
+    SparsetronError,
+)
 from megatron.fault_tolerance.flight_recorder import write_dump
 from megatron.fault_tolerance.heartbeat import Heartbeat
-from megatron.fault_tolerance.root_cause import RootCause
+from megatron.fault_tolerance.root_cause import RootCause, line
 from megatron.fault_tolerance.run_lock import LOCK, RunFolderInUse
 from megatron.launch import Launch
 from megatron.run_dir import signed
-from megatron.status import Status, read_status
+from megatron.status import ENDED, Status, read_status
 
 EXIT_UNEXPECTED = 1
 SECONDS_TO_SPEAK = 2.0
@@ -28,6 +34,7 @@ _COLLECTIVE = (
     "Timed out waiting", "Socket Timeout",
 )  # fmt: skip
 """Texts by which errors of torch.distributed are recognised; they have no type of their own."""
+_REFUSALS = tuple(kind.exit_code for kind in (ConfigError, DataError, CheckpointError))
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 
 
@@ -41,6 +48,8 @@ class Failures:
     attempt: str = ""
     near: Sequence[int] = ()
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    has_begun: bool = field(default=False, init=False)
+    """Whether the run has begun to train or to evaluate."""
     debug: bool = field(init=False)
     """Whether tracebacks are printed; until the settings are known, as the command line says."""
     only_checks: bool = field(init=False)
@@ -78,6 +87,10 @@ class Failures:
                 causes = self.causes()
                 write_dump(causes.run_dir, causes.rank)
         return self._code
+
+    def refuses(self, error: BaseException) -> bool:
+        """Return whether the error refuses a start that has not begun: a user's mistake."""
+        return not self.has_begun and isinstance(error, ConfigError | DataError | CheckpointError)
 
     def report_interrupt(self, code: int) -> int:
         """Report that the user ended the start of the run, and return `code`, the exit code."""
@@ -170,6 +183,11 @@ class Failures:
         # name under which another rank has reported a failure since this start began.
         old = read_status(folder)
         fresh = old is not None and old.state == "failed" and _seconds(old.time) >= self._began
+        refused = not self.has_begun and status.exit_code in _REFUSALS
+        if refused and old is not None and old.state in ENDED:
+            # A start that is refused leaves the status of the run that trained.
+            print(line(status, launch.world_size), file=sys.stderr, flush=True)
+            return
         attempt = self.attempt or (old.attempt if old is not None and fresh else uuid4().hex[:12])
         causes = RootCause(
             run_dir=folder,

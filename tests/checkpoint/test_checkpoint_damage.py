@@ -15,7 +15,14 @@ import pytest
 import torch
 from checkpoint_helpers import QuickFiles, rehash, rewrite_manifest
 
-from megatron.checkpoint.format import MANIFEST_LIMIT, MANIFEST_NAME, NewerFormat, parse, sign
+from megatron.checkpoint.format import (
+    MANIFEST_LIMIT,
+    MANIFEST_NAME,
+    NewerFormat,
+    check_state,
+    parse,
+    sign,
+)
 from megatron.checkpoint.store import Checkpoint, LocalShard, save_checkpoint, whole
 from megatron.checkpoint.verify import verify_folder
 from megatron.errors import CheckpointError
@@ -185,6 +192,67 @@ def test_a_forged_manifest(
 ) -> None:
     rewrite_manifest(folder, change)
     refused(folder, *parts)
+
+
+STATE: dict[str, Any] = {
+    "progress": {
+        "iteration": 3,
+        "consumed_samples": 12,
+        "applied_samples": 8,
+        "skipped_in_row": 1,
+        "finite_step": 2,
+        "losses": [1.5],
+    },
+    "applied_updates": 2,
+    "loss_scaler": {"scale": 1.0, "clean_steps": 2, "hysteresis_left": 1},
+    "identity": {"model.num_layers": 2},
+    "schedule": {"optimizer.lr": 0.1},
+    "data_files": {"a.idx": {"bytes": 1, "modified": 2, "sha256": "a"}},
+}
+NO_COUNTS: tuple[object, ...] = (None, True, "3", 1.5, -1, 10**30, [], {})
+OF_STATE: dict[str, tuple[object, ...]] = {
+    "progress": (None, "x", 3, []),
+    "progress/iteration": (*NO_COUNTS, 2, 4, 10**12),
+    "progress/consumed_samples": (*NO_COUNTS, 10**15),
+    "progress/applied_samples": (*NO_COUNTS, 13),
+    "progress/skipped_in_row": (*NO_COUNTS, 4),
+    "progress/finite_step": (*NO_COUNTS, 4),
+    "progress/losses": (None, 3, ["x"], [None]),
+    "progress/other": (1,),
+    "applied_updates": (*NO_COUNTS, 4),
+    "loss_scaler": (None, [], 3, {"scale": 1.0}),
+    "loss_scaler/scale": (None, "x", True, 0, -1.0),
+    "loss_scaler/clean_steps": NO_COUNTS,
+    "loss_scaler/hysteresis_left": (None, True, "3", 1.5, 10**30, [], {}),
+    "identity": (None, [], "x", 3),
+    "schedule": (None, [], "x", 3),
+    "data_files": (None, [], "x", {"a": 3}, {"a": {}}),
+    "data_files/a.idx/bytes": NO_COUNTS,
+    "data_files/a.idx/modified": (None, True, "3", 1.5),
+    "data_files/a.idx/sha256": (None, 3, []),
+    "replicas": (None, "x", {}, [3], [{}]),
+}
+"""Values that these keys cannot have; keys are paths below `state`."""
+
+
+def test_a_whole_state_is_accepted() -> None:
+    check_state(STATE, 3)
+    check_state(STATE | {"replicas": []}, 3)
+    for key in STATE:
+        check_state({name: value for name, value in STATE.items() if name != key}, 3)
+
+
+@pytest.mark.parametrize("place", OF_STATE)
+def test_a_state_in_which_no_run_can_be_is_refused(folder: Path, place: str) -> None:
+    *parents, last = place.split("/")
+    for value in OF_STATE[place]:
+        state = copy.deepcopy(STATE)
+        inner = state
+        for key in parents:
+            inner = inner[key]
+        inner[last] = value
+        rewrite_manifest(folder, lambda document, state=state: document.update(state=state, step=3))
+        refused(folder, parents[-1] if last == "other" else last.partition(".")[0])
 
 
 def test_a_newer_version_names_both(folder: Path) -> None:

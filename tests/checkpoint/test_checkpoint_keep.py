@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,18 @@ from megatron.checkpoint.store import save_checkpoint
 QUICK = QuickFiles()
 
 
-def save(directory: Path, step: int, value: float = 0.0) -> Path:
+def save(directory: Path, step: int, value: float = 0.0, *, finite: int | None = None) -> Path:
+    """Save a step, of a run whose last finite step is `finite` if that is given."""
     tensors = {"t": torch.full((3,), value or float(step))}
-    return save_checkpoint(directory, step=step, tensors=tensors, state={}, files=QUICK)
+    state = {} if finite is None else state_of(step, finite)
+    return save_checkpoint(directory, step=step, tensors=tensors, state=state, files=QUICK)
+
+
+def state_of(step: int, finite: int) -> dict[str, Any]:
+    progress = {"iteration": step, "consumed_samples": step, "applied_samples": finite}
+    progress |= {"skipped_in_row": step - finite, "finite_step": finite}
+    empty: dict[str, Any] = {key: {} for key in ("loss_scaler", "identity", "data_files")}
+    return {"progress": progress, "applied_updates": finite, "schedule": {}, **empty}
 
 
 def keeper(directory: Path, count: int, files: Files = QUICK) -> tuple[Keeper, list[str]]:
@@ -76,8 +86,26 @@ def test_a_step_between_retained_ones_stays_until_a_newer_one_is_good(tmp_path: 
     keep = Keeper(directory=tmp_path, count=1, interval=2, log=said.append, files=QUICK)
     assert keep.prune() == [] and len(said) == 1
     save(tmp_path, 5)
+    assert keep.prune() == [], "3 is the newest that a finite step followed"
+    save(tmp_path, 7)
     assert [path.name[-2:] for path in keep.prune()] == ["03"]
-    assert steps(tmp_path) == ["02", "04", "05"]
+    assert steps(tmp_path) == ["02", "04", "05", "07"]
+
+
+def test_the_newest_that_a_finite_step_followed_stays(tmp_path: Path) -> None:
+    """Steps 1 to 5 are finite; the weights after step 5 make no finite step any more."""
+    keep, said = keeper(tmp_path, 2)
+    for step in (2, 4):
+        save(tmp_path, step, finite=step)
+        assert keep.prune() == []
+    removed: list[str] = []
+    for step in (6, 8, 10, 12):
+        save(tmp_path, step, finite=5)
+        removed += [path.name[-2:] for path in keep.prune()]
+    assert removed == ["02", "06", "08"] and said == []
+    assert steps(tmp_path) == ["04", "10", "12"]
+    save(tmp_path, 14, finite=13)  # it has come round
+    assert [path.name[-2:] for path in keep.prune()] == ["10", "04"]
 
 
 def test_damaged_ones_neither_count_nor_go(five: Path) -> None:

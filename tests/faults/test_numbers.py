@@ -80,6 +80,30 @@ def test_too_many_in_a_row_end_the_run_and_save_nothing_bad(ranks: Ranks, tmp_pa
     assert metrics_of(tmp_path, "skipped") == [False] * 4 + [True] * 2 + [False] * 14
 
 
+OVERFLOW = "--lr 3.4e38 --lr-decay-style constant --clip-grad 0"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_state_that_is_not_finite_is_never_saved(
+    ranks: Ranks, tmp_path: Path, world: int
+) -> None:
+    flags = f"{TINY} --save-interval 2 --keep-last 2"
+    ranks.run(world, on_rank, f"{flags} --exit-interval 5", tmp_path)
+    for found in ranks.run(world, on_rank, f"{flags} {OVERFLOW}", tmp_path):
+        assert found["error"].startswith("NumericsError True step 6 is not saved: ")
+        assert "is not finite" in found["error"] and "status.py" in found["error"]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert names == ["step_00000004", "step_00000005"]
+
+
+def test_a_loss_that_is_not_finite_counts_at_any_loss_scale(ranks: Ranks, tmp_path: Path) -> None:
+    """The first update makes weights with which every forward overflows in fp16."""
+    flags = f"{TINY} --fp16 --initial-loss-scale 64 --max-skipped-steps 3 --train-iters 12"
+    (found,) = ranks.run(1, on_rank, f"{flags} --lr 3e4 --clip-grad 0", tmp_path)
+    assert found["error"].startswith("NumericsError True 3 steps in a row were skipped, up to st")
+    assert found["progress"]["finite_step"] == 1 and found["progress"]["iteration"] == 4
+
+
 def test_fewer_in_a_row_do_not(ranks: Ranks, tmp_path: Path) -> None:
     faults = "nan:0:2:backward,nan:1:3:backward,inf:0:5:backward,nan:1:6:backward"
     found = ranks.run(2, on_rank, f"{TINY} --max-skipped-steps 3", tmp_path, faults)

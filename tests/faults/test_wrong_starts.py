@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,10 @@ from megatron.fault_tolerance.failures import Failures
 from megatron.fault_tolerance.heartbeat import FOLDER
 from megatron.fault_tolerance.run_lock import RunFolderInUse
 from megatron.launch import Launch, detect_launch
-from megatron.status import Status, read_status, write_status
+from megatron.status import State, Status, read_status, write_status
 from tests import program
-from tests.faults.starting import FLAGS, REPO, SCRIPT, environment
-from tests.limits import LIMIT
+from tests.faults.starting import FLAGS, LONG_TIMEOUT, REPO, SCRIPT, environment, start_ranks
+from tests.limits import LIMIT, SLOWNESS
 from tools import doctor_host, faults_table
 
 
@@ -127,18 +129,66 @@ def test_a_command_line_that_cannot_be_read_asks_for_tracebacks_too(
     assert ("ConfigError: lr: too odd" in capsys.readouterr().err) == shown
 
 
-def test_a_dry_run_that_fails_leaves_the_status_of_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("state", ["running", "failed", "left", "done"])
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_refused_start_leaves_the_status_of_a_run_that_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: State, dry: bool
 ) -> None:
-    write_status(tmp_path, Status(state="done", exit_code=0, attempt="first"))
-    argv = ["--run-dir", str(tmp_path), "--dry-run"]
+    before = Status(state=state, exit_code=0, attempt="first")
+    write_status(tmp_path, before)
+    argv = ["--run-dir", str(tmp_path), *(["--dry-run"] if dry else [])]
     assert Failures(argv=argv).report(ConfigError("lr: too odd")) == 2
     assert capsys.readouterr().err == "lr: too odd\n"
     status = read_status(tmp_path)
-    assert status is not None and status.state == "done"
-    assert Failures(argv=argv[:2]).report(ConfigError("lr: too odd")) == 2
-    status = read_status(tmp_path)
-    assert status is not None and status.state == "failed"
+    assert status is not None
+    assert (status == before) == (dry or state in ("left", "done"))
+    assert status == before or (status.state, status.reason) == ("failed", "lr: too odd")
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+REFUSED = {
+    "seed": ("--seed 7", 4, "training.seed: 1234 there, 7 here"),
+    "model": ("--hidden-size 64", 4, "model.hidden_size: 32 there, 64 here"),
+    "path": ("--grad-path topk", 4, "gradient.grad_path: 'dense' there, 'topk' here"),
+    "data": ("--mock-data false --data-path missing", 3, "missing.bin"),
+    "flag": ("--sead 7", 2, "--sead: no such flag"),
+}
+
+
+@pytest.mark.waits
+@pytest.mark.push
+def test_a_refused_start_changes_no_file_of_a_finished_run(tmp_path: Path) -> None:
+    flags, run = "--train-iters 4", tmp_path / "run"
+    assert start_ranks(2, run, flags).finish().codes == [0, 0]
+    before = tree(run)
+    for name, (more, code, reason) in REFUSED.items():
+        ended = start_ranks(2, run, f"{flags} {more}").finish()
+        assert ended.codes == [code, code] and reason in ended.all_stderr, (name, ended)
+        assert tree(run) == before, name
+        # The same before anything starts, as launch.sh asks.
+        argv = [*FLAGS.split(), *flags.split(), *more.split(), "--run-dir", str(run), "--dry-run"]
+        done = program.run(SCRIPT, argv, env=environment(RANK="0", WORLD_SIZE="2"), cwd="/")
+        assert done.returncode == code and reason in done.stderr, (name, done)
+        assert tree(run) == before, name
+    assert start_ranks(2, run, "--train-iters 5").finish().codes == [0, 0]
+    assert tree(run)["log.txt"].startswith(before["log.txt"]) and tree(run) != before
+
+
+@pytest.mark.waits
+@pytest.mark.push
+def test_sigterm_to_ranks_that_start_leaves_to_be_started_again(tmp_path: Path) -> None:
+    """Rank 0 waits for a rank that is not there."""
+    flags = f"--train-iters 4 {LONG_TIMEOUT}"
+    waiting = start_ranks(2, tmp_path / "run", flags, ranks=range(1))
+    time.sleep(SLOWNESS)
+    waiting.processes[0].send_signal(signal.SIGTERM)
+    ended = waiting.finish()
+    assert ended.codes == [75] and not (tmp_path / "run").exists(), ended
 
 
 def test_ranks_leave_a_folder_in_use_after_rank_0_has_said_so(

@@ -71,20 +71,6 @@ def test_an_identity_has_no_setting_that_weights_do_not_depend_on() -> None:
     assert first["model.num_layers"] == 10
 
 
-def test_only_training_images_are_augmented() -> None:
-    flags = f"{WRN} --train-iters 4 --eval-iters 1 --augmentation"
-    plain, augmented = (
-        loaded(f"{flags} {how}").readers(ALONE, torch.device("cpu"), log=lambda text: None)
-        for how in ("none", "flip-crop")
-    )
-    for kind in ("train", "valid", "test"):
-        one, other = (
-            torch.cat([batch.images for batch in getattr(readers, kind).read(0, 16)])
-            for readers in (plain, augmented)
-        )
-        assert torch.equal(one, other) == (kind != "train")
-
-
 # ---- against plain torch -------------------------------------------------------------------------
 
 

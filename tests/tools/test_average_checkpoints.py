@@ -37,10 +37,14 @@ def make_run(folder: Path, steps: tuple[int, ...] = (2, 4, 6)) -> Path:
         "training.seed": 1,
     }
     for step in steps:
-        state = {"identity": identity, "progress": {"iteration": step}}
+        state = {"identity": identity, "progress": progress(step)}
         save_checkpoint(folder / "checkpoints", step=step, tensors=weights(step), state=state)
     (folder / CONFIG).write_text("model: {}\n")
     return folder
+
+
+def progress(step: int) -> dict[str, int]:
+    return {"iteration": step, "consumed_samples": 4 * step, "applied_samples": 4 * step}
 
 
 def masked_step(folder: Path, step: int, kept: torch.Tensor) -> None:

@@ -163,7 +163,7 @@ def test_input_without_words_needs_no_model(
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"identity": []}, {"identity": {"data.data_path": "x"}}], ids=str
+    "state", [{}, {"identity": {}}, {"identity": {"data.data_path": "x"}}], ids=str
 )
 def test_a_checkpoint_that_names_no_vocabulary_is_refused(
     trained: tuple[PairPaths, Path],
