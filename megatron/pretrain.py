@@ -37,7 +37,7 @@ from megatron.errors import (
     DataError,
     PeerError,
 )
-from megatron.fault_tolerance.exit_signals import ExitSignals, leave_at_once
+from megatron.fault_tolerance.exit_signals import ExitSignals, ended_by_requests, leave_at_once
 from megatron.fault_tolerance.failures import Failures
 from megatron.fault_tolerance.flight_recorder import set_recorder_variables
 from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
@@ -61,16 +61,15 @@ from megatron.run_dir import (
     CONFIG,
     announce,
     finish,
-    has_ended,
     keep_config,
     keeps_status,
     lock_folders,
-    mark_running,
     name_run_dir,
     prepare_run_dir,
     write_pictures,
     writing_to,
 )
+from megatron.status import ended_status
 
 if TYPE_CHECKING:
     from megatron.checkpoint.find import CheckpointSource
@@ -84,7 +83,7 @@ if TYPE_CHECKING:
     from megatron.pipeline.transport import Transport
     from megatron.tasks.task import LoadedTask, Task
     from megatron.timers import Timers
-    from megatron.training import Trainer, TrainState
+    from megatron.training import Trainer
 
 Paths = Mapping[str, GradientPath]
 """Gradient paths by the value of `--grad-path`."""
@@ -197,7 +196,8 @@ def _pretrain(
             return EXIT_DONE
         set_cuda_variables(config)
         if needs_mpi(config):
-            require_mpi(launch, seconds=60 * config.parallel.distributed_timeout_minutes)
+            with ended_by_requests():
+                require_mpi(launch, seconds=60 * config.parallel.distributed_timeout_minutes)
         failures.run_dir = run_dir = name_run_dir(config)
         if launch.world_size > 1:
             set_recorder_variables(run_dir)
@@ -288,6 +288,7 @@ def run(
     requests.install(signal.SIGUSR1)
     runtime = start(launch, config)
     groups = build_groups(config, launch)
+    failures.before = ended_status(run_dir)
     # All ranks agree on one name for this start, which distinguishes it from what earlier starts
     # wrote.
     told = groups.world.all_gather_str(f"{secrets.token_hex(6)} {socket.gethostname()}")
@@ -312,7 +313,8 @@ def run(
         limit = 60 * config.parallel.distributed_timeout_minutes
         stack.callback(Watchdog(heartbeat, failures.causes(), limit=limit).watch())
         requests.install()
-        metrics = open_metrics(task, config, runtime, run_dir, origin)
+        has_ended = failures.before is not None
+        metrics = open_metrics(task, config, runtime, run_dir, origin, held=has_ended)
         stack.callback(metrics.close)
         try:
             announce(metrics, config, runtime, groups)
@@ -322,9 +324,11 @@ def run(
             trainer = build_trainer(
                 task, paths, config, runtime, groups, run_dir, metrics, origin, heartbeat, requests
             )
-            if runtime.is_writer:
-                begin_writing(config, run_dir, metrics, trainer.progress, failures.attempt)
             failures.has_begun = True
+            step = trainer.progress.iteration
+            groups.world.raise_on_all_ranks(
+                lambda: begin_writing(config, run_dir, metrics, step) if runtime.is_writer else None
+            )
             trainer.peer_failure = failures.causes().known
             outcome = trainer.train()
             heartbeat.at("start")
@@ -343,13 +347,12 @@ def run(
             groups.run_beyond_timeout(close_metrics)
             trainer.pipeline.transport.close()
         except BaseException as error:
-            refused = failures.refuses(error)
-            if not refused:
-                metrics.begin()
             # Report before anything is closed, since closing may take long.
             failures.report(error)
-            if refused:
+            if failures.refuses(error):
                 heartbeat.close()
+            else:
+                metrics.release()
             raise
     heartbeat.close()
     stop()
@@ -367,21 +370,16 @@ def told_of_leaving(config: Config, step: int, left: str) -> str:
     return f"saved step {step} ({left}); the same command resumes the run"
 
 
-def begin_writing(
-    config: Config, run_dir: Path, metrics: Metrics, progress: TrainState, attempt: str
-) -> None:
+def begin_writing(config: Config, run_dir: Path, metrics: Metrics, iteration: int) -> None:
     """Write to the files of the run folder, once this start is sure to train or to evaluate.
 
-    The status is "running", the configuration is kept, and metrics of later steps are moved out of
-    the way.
+    The configuration is kept, and metrics of steps after `iteration` are moved out of the way.
     """
     keep_config(config, run_dir)
-    with writing_to(run_dir):
-        if not keeps_status(config, run_dir, attempt=attempt):
-            mark_running(run_dir, attempt=attempt)
-        # An evaluation computes no step again.
-        if not config.training.skip_train:
-            cut_metrics(run_dir, progress.iteration)
+    # An evaluation computes no step again.
+    if not config.training.skip_train:
+        with writing_to(run_dir):
+            cut_metrics(run_dir, iteration)
     metrics.begin()
 
 
@@ -405,7 +403,7 @@ def open_run(
     verification = SharedVerification(world.rank, world.all_gather_str)
 
     def locate() -> str:
-        keep_status = has_ended(run_dir) or keeps_status(config, run_dir, attempt=attempt)
+        keep_status = keeps_status(config, run_dir, attempt=attempt)
         nccl = "nccl" in runtime.backend
         if hung := prepare_run_dir(run_dir, attempt=attempt, nccl=nccl, keep_status=keep_status):
             log(f"collectives of an earlier start: {hung}")
@@ -456,9 +454,18 @@ def build_groups(config: Config, launch: Launch) -> ProcessGroups:
 
 
 def open_metrics(
-    task: Task, config: Config, runtime: Runtime, run_dir: Path, origin: CheckpointSource | None
+    task: Task,
+    config: Config,
+    runtime: Runtime,
+    run_dir: Path,
+    origin: CheckpointSource | None,
+    *,
+    held: bool = False,
 ) -> Metrics:
-    """Open the log, the metrics files and the trackers; other ranks than the writer get none."""
+    """Open the log, the metrics files and the trackers; other ranks than the writer get none.
+
+    With `held`, files and trackers stay as they are until `Metrics.begin`.
+    """
     from megatron.checkpoint.verify import read_manifest
     from megatron.metrics import Metrics, NullMetrics
 
@@ -480,7 +487,7 @@ def open_metrics(
         name=config.name,
         formula=task.formula,
         summary=config.values(),
-        held=has_ended(run_dir),
+        held=held,
     )
 
 

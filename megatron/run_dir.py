@@ -39,7 +39,7 @@ from megatron.processor import (
     processor_model,
     vector_instructions,
 )
-from megatron.status import ENDED, NO_SPACE, Status, read_status, replace_text, write_status
+from megatron.status import NO_SPACE, Status, read_status, replace_text, write_status
 
 if TYPE_CHECKING:
     from megatron.metrics import Metrics, Throughput
@@ -97,33 +97,19 @@ def keeps_status(config: Config, run_dir: Path, *, attempt: str) -> bool:
     return status is not None and status.attempt != attempt
 
 
-def has_ended(run_dir: Path) -> bool:
-    """Return whether the folder has a run that is done or has left.
-
-    A start that is refused then changes none of its files.
-    """
-    status = read_status(run_dir)
-    return status is not None and status.state in ENDED
-
-
 def prepare_run_dir(
     run_dir: Path, *, attempt: str = "", nccl: bool = False, keep_status: bool = False
 ) -> str:
     """Write the status "running" to the run folder, and make room for dumps of collectives.
 
-    With `keep_status`, status.json stays as it is: that of an earlier start, until `mark_running`.
-    Returns one line on the dumps of collectives that an earlier start left, empty without any.
-    Raises `ConfigError` if the folder cannot be written: at once, instead of at the first save.
+    With `keep_status`, status.json stays as it is. Returns one line on the dumps of collectives
+    that an earlier start left, empty without any. Raises `ConfigError` if the folder cannot be
+    written: at once, instead of at the first save.
     """
     with writing_to(run_dir):
         if not keep_status:
-            mark_running(run_dir, attempt=attempt)
+            write_status(run_dir, signed(Status(state="running", attempt=attempt)))
         return clear_dumps(run_dir, nccl=nccl)
-
-
-def mark_running(run_dir: Path, *, attempt: str) -> None:
-    """Write the status "running". Raises `OSError`."""
-    write_status(run_dir, signed(Status(state="running", attempt=attempt)))
 
 
 @contextmanager

@@ -117,6 +117,28 @@ def read_status(run_dir: str | Path) -> Status | None:
         return None
 
 
+def ended_status(run_dir: str | Path) -> str | None:
+    """Return the text of status.json if the run is done or has left, else None."""
+    status = read_status(run_dir)
+    if status is None or status.state not in ENDED:
+        return None
+    with suppress(OSError):
+        return read_regular(Path(run_dir) / STATUS).decode()
+    return None
+
+
+def restore_status(run_dir: str | Path, text: str, *, attempt: str) -> None:
+    """Write the text of an earlier status again, if the present one is "running" of `attempt`.
+
+    Raises `OSError`.
+    """
+    path = Path(run_dir) / STATUS
+    with _locked(path.parent):
+        now = read_status(run_dir)
+        if now is not None and (now.state, now.attempt) == ("running", attempt):
+            replace_text(path, text)
+
+
 def _fits(name: str, value: object) -> bool:
     """Return whether a value of the file fits the field of that name."""
     match name:

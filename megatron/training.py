@@ -511,6 +511,8 @@ class Trainer:
         sets = reader if isinstance(reader, Mapping) else {"": reader} if reader else {}
         sets = {name: each for name, each in sets.items() if self._batches_of(each)}
         request, found = ExitRequest.NONE, dict[str, list[float]]()
+        if not sets:
+            return request
         self.stage.train(False)
         with self.optimizer.shared_weights():
             for name, each in sets.items():
@@ -518,7 +520,7 @@ class Trainer:
                 if request.leaves:
                     break
         self.stage.train(True)
-        if found and not request.leaves:
+        if not request.leaves:
             over_sets = [sum(values) / len(found) for values in zip(*found.values(), strict=True)]
             means = dict(zip(self.measures.means, over_sets, strict=True))
             for name, values in found.items() if len(found) > 1 else ():

@@ -238,6 +238,7 @@ command_of_torchrun() {
   # At each start torchrun makes a folder for logs, by default in TMPDIR, and leaves it there.
   if ! $dry_run; then
     torchrun_logs=$(mktemp -d)
+    trap 'rm -rf "$torchrun_logs"' EXIT
     command+=(--log-dir "$torchrun_logs")
   fi
   command+=("${program[@]}")
@@ -271,6 +272,7 @@ command_of_mpiexec() {
   command=("$mpiexec" -n "$world" "${mpiexec_flags[@]}" "${shell[@]}" "$PYTHON" "${program[@]}")
 }
 
+torchrun_logs=
 case $LAUNCHER in
   local) ((world == 1)) || refuse "LAUNCHER=local: starts one rank, not $world; use torchrun, srun or mpiexec" ;;
   torchrun | srun | mpiexec) ;;
@@ -334,7 +336,7 @@ fi
 began=$(mktemp)
 LAUNCH_REPORT=$(mktemp)
 export LAUNCH_REPORT
-trap 'rm -rf "$began" "$LAUNCH_REPORT" "${torchrun_logs:-$began}"' EXIT
+trap 'rm -rf "$began" "$LAUNCH_REPORT" ${torchrun_logs:+"$torchrun_logs"}' EXIT
 run_to_the_end "${command[@]}"
 
 # torchrun turns every code into 1, srun and mpiexec some into 137: status.json has the true one. A
@@ -366,15 +368,16 @@ if [[ -z $recorded && -s $LAUNCH_REPORT ]] && ((code)); then
   said=$(grep -m 1 -v '^\(6\|75\) ' "$LAUNCH_REPORT") || said=$(grep -m 1 '^6 ' "$LAUNCH_REPORT") ||
     said=$(head -n 1 "$LAUNCH_REPORT")
   # A rank that crashed without a word makes the launcher tell the others to leave.
-  [[ $said != 75* || $(grep -c . "$LAUNCH_REPORT") == "$RANKS_PER_NODE" ]] || said="$code "
+  [[ $said != 75* || ($NODES == 1 && $(grep -c . "$LAUNCH_REPORT") == "$RANKS_PER_NODE") ]] ||
+    said="$code "
   code=${said%% *}
   [[ $LAUNCHER == local || -z ${said#* } ]] || say "${said#* }"
 fi
 # A process dies of a request to leave until it listens, and torchrun calls that a failure.
 if [[ -z $recorded && $code != 0 ]] && ! grep -q -v '^\(6\|75\|130\) ' "$LAUNCH_REPORT"; then
-  case $asked$code in
-    INT*) code=130 ;;
-    TERM* | USR1* | 138 | 143) code=75 ;;
+  case $asked in
+    INT) code=130 ;;
+    TERM | USR1) code=75 ;;
   esac
 fi
 exit "$code"

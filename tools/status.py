@@ -205,7 +205,7 @@ def _newest_good(
             found.damaged.append(f"{step.path.name} ({error})")
             continue
         if finite is not None:
-            finite = max(finite, finite_step(manifest))
+            finite = max(finite, finite_step(manifest.step, manifest.state))
             if step.step >= finite:
                 found.doubtful.append(f"{step.path.name}: no step with a finite loss followed it")
                 continue
@@ -251,7 +251,7 @@ def _start_again(run: Path, found: Standing) -> str:
 
     The configuration in a run folder has every setting that the run must keep but `--save`.
     """
-    if found.job:
+    if found.job and not found.doubtful:
         # The job may be in the queue again, and it may have run on several machines.
         return f"squeue -j {found.job}; if it is not there any more, submit the same again"
     if not (run / CONFIG).is_file():
@@ -265,6 +265,8 @@ def _start_again(run: Path, found: Standing) -> str:
         # A run goes on from its newest checkpoint: another way from an older one is another run.
         variables["RUN_DIR"] = f"{run}-from-{found.checkpoint_step}"
         flags = ["--load", str(run), "--ckpt-step", str(found.checkpoint_step)]
+        # The run may have begun with the weights of another one alone.
+        flags += ["--finetune", "false", "--no-load-optim", "false"]
     # As in launch.sh; a login node's Python may lack a YAML reader.
     settings = (run / CONFIG).read_text(encoding="utf-8", errors="replace")
     if re.search(r'pipeline_schedule: "?message-driven', settings):

@@ -29,7 +29,7 @@ from megatron.checkpoint.compatibility import (
     schedule,
     with_schedule,
 )
-from megatron.checkpoint.find import CheckpointSource, Keeper, save_directory
+from megatron.checkpoint.find import CheckpointSource, Keeper, finite_step, save_directory
 from megatron.checkpoint.io import FILES, Files
 from megatron.checkpoint.shared_verify import SharedVerification
 from megatron.checkpoint.state_dict import RunStateDict
@@ -353,7 +353,10 @@ class Checkpointer:
                 self._announce_changes(saved)
                 if not weights_only:
                     self._announce_learning_rate(saved)
-        progress = TrainState() if weights_only else TrainState(**saved.state["progress"])
+        progress = TrainState()
+        if not weights_only:
+            finite = finite_step(saved.step, saved.state)
+            progress = TrainState(**{"finite_step": finite} | saved.state["progress"])
         if not weights_only and (mine := self._own_counters(saved)):
             progress.skipped_in_row = int(mine["skipped_in_row"])
         self.groups.world.raise_on_all_ranks(lambda: self._check_rest(progress, origin))

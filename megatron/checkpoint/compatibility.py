@@ -15,7 +15,7 @@ from megatron.checkpoint.verify import read_manifest
 from megatron.config import Config
 from megatron.config.fields import specs_of, split_shares
 from megatron.config.megatron_flags import RETIRED_VALUES
-from megatron.data.indexed_dataset import changes, without_suffix
+from megatron.data.indexed_dataset import bin_path, changes, idx_path, without_suffix
 from megatron.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -315,17 +315,16 @@ def _contents(value: object, files: Mapping[str, Any]) -> list[object]:
     A path about whose files nothing is known stands for itself.
     """
     found: list[object] = []
-    for item in value if isinstance(value, list) else [value]:
-        prefix = without_suffix(str(item))
-        pair = [f"{prefix}.bin", f"{prefix}.idx"]
-        paths = pair if pair[1] in files else sorted(p for p in files if p.startswith(str(item)))
+    for item in map(str, value if isinstance(value, list) else [value]):
+        with contextlib.suppress(ValueError):
+            found.append(float(item))
+            continue
+        # As `file_facts` writes paths.
+        prefix = str(Path(without_suffix(item.strip())))
+        pair = [str(bin_path(prefix)), str(idx_path(prefix))]
+        paths = pair if pair[1] in files else sorted(p for p in files if p.startswith(prefix))
         known = [(p[len(prefix) :], files[p]["bytes"], files[p].get("sha256")) for p in paths]
-        if known:
-            found.append(known)
-        else:
-            with contextlib.suppress(ValueError):
-                item = float(str(item))
-            found.append(os.path.realpath(item) if isinstance(item, str) else item)
+        found.append(known or os.path.realpath(prefix))
     return found
 
 

@@ -10,12 +10,12 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.format import MANIFEST_NAME, Manifest, NewerFormat, show
 from megatron.checkpoint.io import (
@@ -248,14 +248,18 @@ def _compare_hint(
         replace_text(files, hint, f"{chosen.name}\n", secrets.token_hex(4))
 
 
-def finite_step(manifest: Manifest) -> int:
+def finite_step(step: int, state: Mapping[str, Any]) -> int:
     """Return the last step before a save whose loss and gradients were finite.
 
     A step computes them with the weights of the step before, so that a checkpoint of an earlier
     step has sound weights. Checkpoints without the record only count the skipped steps.
+
+    Args:
+        step: The step of the checkpoint.
+        state: Its `state`.
     """
-    progress = manifest.state.get("progress", {})
-    return progress.get("finite_step", manifest.step - progress.get("skipped_in_row", 0))
+    progress = state.get("progress", {})
+    return progress.get("finite_step", step - progress.get("skipped_in_row", 0))
 
 
 Stamp = tuple[tuple[str, int, int], ...]
@@ -320,7 +324,8 @@ class Keeper:
             return found
         try:
             verify = self.verify or partial(verify_folder, files=self.files)
-            found = finite_step(verify_committed(folder, verify))
+            manifest = verify_committed(folder, verify)
+            found = finite_step(manifest.step, manifest.state)
         except CheckpointError as error:
             found = None
             self.log(f"not counted as a checkpoint to keep: {error}")

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, dataclass_transform, get_args, get_origin
 from typing import get_type_hints as type_hints
 
 from megatron.errors import ConfigError
@@ -128,7 +128,7 @@ class FieldSpec:
             return self.optional
         if not self.many:
             return self._accepts_one(value)
-        items: list[Any] = value if isinstance(value, list) else []
+        items = cast("list[Any]", value) if isinstance(value, list) else []
         return len(items) == (self.count or len(items) or 1) and all(map(self._accepts_one, items))
 
     def _accepts_one(self, value: Any) -> bool:

@@ -407,14 +407,19 @@ def count_tokens(indexed: IndexedDataset, documents: range) -> int:
     return int(np.sum(lengths, dtype=np.int64))
 
 
+_HASHED_BYTES = 1 << 16
+"""Bytes at each end of an index that are hashed for each use of a cache."""
+
+
 def _file_stamps(prefix: str) -> dict[str, list[int] | str]:
     """Return what tells the files of a prefix from others of equal size that took their place.
 
-    Archives and some file systems give different files one time, so that the index is hashed too.
+    Archives and some file systems give different files one time, so that the ends of the index are
+    hashed too: the places of sequences, which add up their lengths, are at its end.
     """
     stamps: dict[str, list[int] | str] = {}
     for path in (bin_path(prefix), idx_path(prefix)):
         found = os.stat(path)
         stamps[path.suffix] = [found.st_size, found.st_mtime_ns]
-    stamps["index"] = hash_of_ends(idx_path(prefix))
+    stamps["index"] = hash_of_ends(idx_path(prefix), _HASHED_BYTES)
     return stamps

@@ -614,14 +614,14 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def hash_of_ends(path: Path) -> str:
-    """Return the SHA-256 of the first and last `HASHED_BYTES` of a file."""
+def hash_of_ends(path: Path, count: int = HASHED_BYTES) -> str:
+    """Return the SHA-256 of the first and last `count` bytes of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        digest.update(file.read(HASHED_BYTES))
-        if (size := os.fstat(file.fileno()).st_size) > HASHED_BYTES:
-            file.seek(max(HASHED_BYTES, size - HASHED_BYTES))
-            digest.update(file.read(HASHED_BYTES))
+        digest.update(file.read(count))
+        if (size := os.fstat(file.fileno()).st_size) > count:
+            file.seek(max(count, size - count))
+            digest.update(file.read(count))
     return digest.hexdigest()
 
 

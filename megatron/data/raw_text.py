@@ -284,7 +284,7 @@ def read_batches(
 
 
 def format_of(path: Path) -> Format:
-    """Return the format: by the suffixes of JSON and Parquet, for other names by the content.
+    """Return the format: by the suffix of JSON, Parquet and text, for other names by the content.
 
     A file whose first line is a JSON object has JSON lines. Anything else is plain text. Raises
     `DataError` for a file that cannot be read, and for what is none of these: a JSON array, binary
@@ -295,6 +295,8 @@ def format_of(path: Path) -> Format:
         return "json"
     if suffix in _PARQUET:
         return "parquet"
+    if suffix in _TEXT:
+        return "text"
     with _opened(path) as (stream, _):
         start = stream.read(_SNIFFED)
     if start.startswith(b"PAR1"):
@@ -303,7 +305,7 @@ def format_of(path: Path) -> Format:
         raise DataError(f"{path}: is compressed; give it a name ending in .gz, .bz2, .xz or .zst")
     if re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", start):
         raise DataError(f"{path}: a JSON array; write its objects as JSON lines, one a line")
-    if suffix not in _TEXT and b"\0" in start:
+    if b"\0" in start:
         raise DataError(f"{path}: is binary; give JSON lines, Parquet or plain text")
     return "json" if _begins_with_object(start) else "text"
 

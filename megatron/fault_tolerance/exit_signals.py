@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from threading import Thread
@@ -120,7 +120,7 @@ def leave_at_once(leave: Callable[[], NoReturn]) -> None:
     os.set_blocking(theirs, False)
 
     def handler(number: int, frame: FrameType | None) -> None:
-        leave()
+        pass  # the thread leaves, once
 
     def watch() -> None:
         while number := os.read(ours, 1):
@@ -131,6 +131,21 @@ def leave_at_once(leave: Callable[[], NoReturn]) -> None:
         signal.signal(number, handler)
     signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
     Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def ended_by_requests() -> Iterator[None]:
+    """Let SIGTERM and SIGUSR1 end the process in the body, which may keep the interpreter's lock.
+
+    Main thread only.
+    """
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
 
 
 def _remove(path: Path | None) -> None:

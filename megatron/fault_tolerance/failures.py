@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
@@ -24,7 +25,7 @@ from megatron.fault_tolerance.root_cause import RootCause, line
 from megatron.fault_tolerance.run_lock import LOCK, RunFolderInUse
 from megatron.launch import Launch
 from megatron.run_dir import signed
-from megatron.status import ENDED, Status, read_status
+from megatron.status import ENDED, Status, read_status, restore_status
 
 EXIT_UNEXPECTED = 1
 SECONDS_TO_SPEAK = 2.0
@@ -48,6 +49,8 @@ class Failures:
     attempt: str = ""
     near: Sequence[int] = ()
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    before: str | None = field(default=None, init=False)
+    """The text of status.json before this start, of a run that is done or has left."""
     has_begun: bool = field(default=False, init=False)
     """Whether the run has begun to train or to evaluate."""
     debug: bool = field(init=False)
@@ -184,8 +187,11 @@ class Failures:
         old = read_status(folder)
         fresh = old is not None and old.state == "failed" and _seconds(old.time) >= self._began
         refused = not self.has_begun and status.exit_code in _REFUSALS
-        if refused and old is not None and old.state in ENDED:
+        if refused and (self.before or (old is not None and old.state in ENDED)):
             # A start that is refused leaves the status of the run that trained.
+            if self.before:
+                with suppress(OSError):
+                    restore_status(folder, self.before, attempt=self.attempt)
             print(line(status, launch.world_size), file=sys.stderr, flush=True)
             return
         attempt = self.attempt or (old.attempt if old is not None and fresh else uuid4().hex[:12])

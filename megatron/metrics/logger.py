@@ -479,10 +479,14 @@ class Metrics:
 
     def begin(self) -> None:
         """Write what was held and open the trackers. A second call does nothing."""
+        self.release()
         if self._held is not None:
             add_trackers, self._held = self._held, None
-            self._console.release()
             add_trackers()
+
+    def release(self) -> None:
+        """Write what was held, without trackers, for a start that fails."""
+        self._console.release()
 
     def log(self, text: str, *, brief: str | None = None) -> None:
         """Write `text` with the time to stdout and log.txt.
@@ -658,6 +662,9 @@ class NullMetrics(Metrics):
         pass
 
     def begin(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
         """Do nothing."""
 
     def log(self, text: str, *, brief: str | None = None) -> None:

@@ -185,7 +185,11 @@ MOVED_FILES = _facts("/disk/x") | _facts("/disk/b", 8, "b")
 
 def test_the_same_data_under_other_paths_are_the_same() -> None:
     assert _check_files(BLEND, MOVED, (BLEND_FILES, MOVED_FILES)) == []
-    assert _check_files(["x"], [str(Path("x").absolute())], ({}, {})) == []
+    spelled = ["0.3", "./a//x.bin", "0.7", "b.idx"]
+    assert _check_files(spelled, BLEND, (BLEND_FILES, BLEND_FILES)) == []
+    assert _check_files(spelled, MOVED, (BLEND_FILES, MOVED_FILES)) == []
+    for other in ("./x", "x.idx", str(Path("x").absolute())):
+        assert _check_files(["x"], [other], ({}, {})) == []
 
 
 @pytest.mark.parametrize(

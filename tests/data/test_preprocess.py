@@ -211,7 +211,7 @@ BY_CONTENT: dict[str, tuple[bytes, list[str] | str]] = {
     "long.dat": (b'{"text": "' + b"x" * (1 << 20) + b'"}\n' + RECORDS, ["x" * (1 << 20), "a", "b"]),
     "a.log": (b"{no record", ["{no record"]),
     "brace.txt": (b"{a} is a set", ["{a} is a set"]),
-    "records.txt": (RECORDS, ["a", "b"]),
+    "records.txt": (RECORDS.strip(), [RECORDS.decode().strip()]),
     "array": (b'[{"text": "a"},\n {"text": "b"}]', "a JSON array"),
     "array.json": (b'[\n  {"text": "a"}\n]\n', "a JSON array over several lines?"),
     "joined.json": (RECORDS + codecs.BOM_UTF8 + RECORDS, ["a", "b", "a", "b"]),
