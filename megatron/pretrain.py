@@ -69,7 +69,7 @@ from megatron.run_dir import (
     write_pictures,
     writing_to,
 )
-from megatron.status import ended_status
+from megatron.status import EndedStatus
 
 if TYPE_CHECKING:
     from megatron.checkpoint.find import CheckpointSource
@@ -288,7 +288,7 @@ def run(
     requests.install(signal.SIGUSR1)
     runtime = start(launch, config)
     groups = build_groups(config, launch)
-    failures.before = ended_status(run_dir)
+    failures.before = EndedStatus.read(run_dir)
     # All ranks agree on one name for this start, which distinguishes it from what earlier starts
     # wrote.
     told = groups.world.all_gather_str(f"{secrets.token_hex(6)} {socket.gethostname()}")

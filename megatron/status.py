@@ -117,26 +117,34 @@ def read_status(run_dir: str | Path) -> Status | None:
         return None
 
 
-def ended_status(run_dir: str | Path) -> str | None:
-    """Return the text of status.json if the run is done or has left, else None."""
-    status = read_status(run_dir)
-    if status is None or status.state not in ENDED:
+@dataclass(frozen=True)
+class EndedStatus:
+    """status.json of a run that is done or has left: its text, and when it was written."""
+
+    text: str
+    modified: int
+
+    @classmethod
+    def read(cls, run_dir: str | Path) -> EndedStatus | None:
+        """Return the file's content if the run has ended so, else None."""
+        path, status = Path(run_dir) / STATUS, read_status(run_dir)
+        if status is None or status.state not in ENDED:
+            return None
+        with suppress(OSError):
+            return cls(read_regular(path).decode(), path.stat().st_mtime_ns)
         return None
-    with suppress(OSError):
-        return read_regular(Path(run_dir) / STATUS).decode()
-    return None
 
+    def restore(self, run_dir: str | Path, *, attempt: str) -> None:
+        """Write the file again if it says "running" of `attempt`. Raises `OSError`.
 
-def restore_status(run_dir: str | Path, text: str, *, attempt: str) -> None:
-    """Write the text of an earlier status again, if the present one is "running" of `attempt`.
-
-    Raises `OSError`.
-    """
-    path = Path(run_dir) / STATUS
-    with _locked(path.parent):
-        now = read_status(run_dir)
-        if now is not None and (now.state, now.attempt) == ("running", attempt):
-            replace_text(path, text)
+        It keeps its time: `scripts/launch.sh` takes a newer file for the end of its own start.
+        """
+        path = Path(run_dir) / STATUS
+        with _locked(path.parent):
+            now = read_status(run_dir)
+            if now is not None and (now.state, now.attempt) == ("running", attempt):
+                replace_text(path, self.text)
+                os.utime(path, ns=(self.modified, self.modified))
 
 
 def _fits(name: str, value: object) -> bool:
@@ -227,7 +235,8 @@ def replace_text(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

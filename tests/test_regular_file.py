@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from megatron.config.sections import LoggingConfig
+from megatron.fault_tolerance.heartbeat import LOOK
+from megatron.fault_tolerance.root_cause import _opened
 from megatron.metrics import Metrics
 from megatron.metrics.logger import JSONL, LOG, cut_metrics
 from megatron.regular_file import open_regular, read_regular
@@ -47,6 +50,25 @@ def test_a_log_behind_a_link_is_not_written_and_the_run_goes_on(tmp_path: Path) 
     metrics.close()
     assert "log.txt cannot be written any more" in said.getvalue() and "two" in said.getvalue()
     assert victim.read_text() == "a"
+
+
+def test_temporary_files_are_not_written_through_links(tmp_path: Path) -> None:
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    run.mkdir()
+    victim.write_text("a")
+    own = f".{STATUS}.{socket.gethostname()}.{os.getpid()}.tmp"
+    for name in (own, f"{JSONL}.tmp", LOOK):
+        (run / name).symlink_to(victim)
+    write_status(run, Status(state="done"))
+    (run / JSONL).write_text('{"iteration": 3}\n')
+    assert cut_metrics(run, 1) == 1
+    with pytest.raises(OSError, match="is a symbolic link"), _opened(run / LOOK):
+        pass
+    (run / f"{JSONL}.cut-2").symlink_to(tmp_path / "new")
+    (run / JSONL).write_text('{"iteration": 3}\n')
+    with pytest.raises(FileExistsError):
+        cut_metrics(run, 1)
+    assert victim.read_text() == "a" and not (tmp_path / "new").exists()
 
 
 def test_pipes_in_a_run_folder_are_not_waited_for(

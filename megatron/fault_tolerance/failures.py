@@ -25,7 +25,7 @@ from megatron.fault_tolerance.root_cause import RootCause, line
 from megatron.fault_tolerance.run_lock import LOCK, RunFolderInUse
 from megatron.launch import Launch
 from megatron.run_dir import signed
-from megatron.status import ENDED, Status, read_status, restore_status
+from megatron.status import ENDED, EndedStatus, Status, read_status
 
 EXIT_UNEXPECTED = 1
 SECONDS_TO_SPEAK = 2.0
@@ -49,8 +49,8 @@ class Failures:
     attempt: str = ""
     near: Sequence[int] = ()
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    before: str | None = field(default=None, init=False)
-    """The text of status.json before this start, of a run that is done or has left."""
+    before: EndedStatus | None = field(default=None, init=False)
+    """status.json before this start, of a run that was done or had left."""
     has_begun: bool = field(default=False, init=False)
     """Whether the run has begun to train or to evaluate."""
     debug: bool = field(init=False)
@@ -191,7 +191,7 @@ class Failures:
             # A start that is refused leaves the status of the run that trained.
             if self.before:
                 with suppress(OSError):
-                    restore_status(folder, self.before, attempt=self.attempt)
+                    self.before.restore(folder, attempt=self.attempt)
             print(line(status, launch.world_size), file=sys.stderr, flush=True)
             return
         attempt = self.attempt or (old.attempt if old is not None and fresh else uuid4().hex[:12])

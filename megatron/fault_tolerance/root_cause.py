@@ -31,6 +31,7 @@ from megatron.fault_tolerance.heartbeat import (
     wake,
 )
 from megatron.fault_tolerance.run_lock import HEARTBEAT_SECONDS, LOCK, RunFolderInUse, check_free
+from megatron.regular_file import open_regular
 from megatron.status import STATUS, Status, read_status, write_status
 
 PATIENCE = 2.0
@@ -229,7 +230,7 @@ class RootCause:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         yield descriptor
     finally:

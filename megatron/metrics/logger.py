@@ -215,8 +215,9 @@ def cut_metrics(run_dir: str | Path, step: int) -> int:
         return 0
     kept, cut = path.with_name(path.name + ".tmp"), path.with_name(f"{path.name}.cut-{number}")
     moved, is_cut = 0, False
+    kept.unlink(missing_ok=True)  # of a start that was killed
     try:
-        with open(kept, "wb") as keep, open(cut, "wb") as away:
+        with open(kept, "xb") as keep, open(cut, "xb") as away:
             for line in lines_of(path):
                 values = parse_line(line)
                 stays = values is not None and 0 < step >= int(values["iteration"] or 0)

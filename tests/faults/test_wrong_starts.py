@@ -145,10 +145,11 @@ def test_a_refused_start_leaves_the_status_of_a_run_that_has_ended(
     assert status == before or (status.state, status.reason) == ("failed", "lr: too odd")
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file below a folder."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Return the content of every file below a folder, and when it was written."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    facts = ((path.read_bytes(), path.stat().st_mtime_ns) for path in files)
+    return dict(zip((str(path.relative_to(folder)) for path in files), facts, strict=True))
 
 
 REFUSED = {
@@ -176,7 +177,7 @@ def test_a_refused_start_changes_no_file_of_a_finished_run(tmp_path: Path) -> No
         assert done.returncode == code and reason in done.stderr, (name, done)
         assert tree(run) == before, name
     assert start_ranks(2, run, "--train-iters 5").finish().codes == [0, 0]
-    assert tree(run)["log.txt"].startswith(before["log.txt"]) and tree(run) != before
+    assert tree(run)["log.txt"][0].startswith(before["log.txt"][0]) and tree(run) != before
 
 
 @pytest.mark.waits
