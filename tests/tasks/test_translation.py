@@ -377,7 +377,7 @@ def test_a_run_does_not_go_on_with_other_data(
     run(1, "--train-iters 2", tmp_path / "run")
     other = write_data(tmp_path, pairs=200)
     flags = f"{SHORT} --data-path {other.prefix} --train-iters 4"
-    with pytest.raises(Exception, match="data changed since: data.data_path"):
+    with pytest.raises(Exception, match="belongs to another run: data.vocabulary"):
         ranks.run(1, train, flags, tmp_path / "run", TRANSLATION_TASK)
     with pytest.raises(Exception, match="data.max_tokens"):
         run(1, "--train-iters 4 --max-tokens 80", tmp_path / "run")
