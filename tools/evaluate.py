@@ -57,6 +57,7 @@ from tools.evaluation.scoring import Scorer  # noqa: E402
 from tools.evaluation.task import EvaluationTask, read_examples  # noqa: E402
 from tools.evaluation.zero_shot import ZERO_SHOT  # noqa: E402
 from tools.run_model import (  # noqa: E402
+    add_step_flag,
     add_tokenizer_flags,
     check_tokenizer_flags,
     find_model,
@@ -183,12 +184,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="the first N lines or documents alone",
     )
-    add(
-        "--checkpoint-step",
-        type=whole_number,
-        default=None,
-        help="step to load (default: the newest)",
-    )
+    add_step_flag(parser)
     add("--json", action="store_true", help="one JSON object in place of lines")
     text = parser.add_argument_group(f"text of {BITS_PER_BYTE}")
     text.add_argument(

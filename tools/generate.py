@@ -29,7 +29,7 @@ from megatron.errors import (  # noqa: E402
     SparsetronError,
 )
 from megatron.metrics.logger import without_controls  # noqa: E402
-from tools.run_model import add_tokenizer_flags, check_tokenizer_flags, find_model  # noqa: E402
+from tools.run_model import add_step_flag, add_tokenizer_flags, check_tokenizer_flags, find_model  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.data.tokenizer import Tokenizer
@@ -66,12 +66,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--greedy", action="store_true", help="always the likeliest token, no draws")
     add("--seed", type=whole_number, default=0, help="of the draws; sample i uses seed + i")
     add("--num-samples", type=whole_number, default=1, help="continuations to print")
-    add(
-        "--checkpoint-step",
-        type=whole_number,
-        default=None,
-        help="step to load (default: the newest)",
-    )
+    add_step_flag(parser)
     add_tokenizer_flags(parser)
     given = sys.argv[1:] if arguments is None else [*arguments]
     if any(flag == "--prompt" and text[:1] == "-" for flag, text in pairwise(given)):

@@ -18,7 +18,7 @@ from megatron.checkpoint.find import CHECKPOINTS, find_checkpoint, recorded_dire
 from megatron.checkpoint.io import failing_as
 from megatron.checkpoint.verify import open_to_all, read_manifest
 from megatron.config import DataConfig, ModelConfig, parse
-from megatron.config.fields import FieldSpec, show, specs_of
+from megatron.config.fields import FieldSpec, show, specs_of, whole_number
 from megatron.data.tokenizer import TOKENIZER_TYPES
 from megatron.errors import CheckpointError, ConfigError, DataError
 from pretrain_gpt import GRADIENT_PATHS
@@ -145,6 +145,16 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer-model", metavar="PATH", help="file or name of its model")
     add("--vocab-file", metavar="PATH", help="of GPT2BPETokenizer")
     add("--merge-file", metavar="PATH", help="of GPT2BPETokenizer")
+
+
+def add_step_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names the checkpoint of a run."""
+    parser.add_argument(
+        "--checkpoint-step",
+        type=whole_number,
+        metavar="N",
+        help="step to load (default: the newest)",
+    )
 
 
 def check_tokenizer_flags(options: argparse.Namespace) -> None:

@@ -50,6 +50,7 @@ from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.run_model import (  # noqa: E402
     CONFIG,
     PARAM,
+    add_step_flag,
     check_shape,
     find_step,
     run_folder,
@@ -321,12 +322,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="sentences searched at once (32)",
     )
     add("--data-path", metavar="PREFIX", help="prefix of the data (default: the run's)")
-    add(
-        "--checkpoint-step",
-        type=whole_number,
-        metavar="N",
-        help="step to load (default: the newest)",
-    )
+    add_step_flag(parser)
     add("--json", action="store_true", help="the figures of --bleu as one JSON object")
     return parser.parse_args(arguments)
 

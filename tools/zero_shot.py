@@ -40,6 +40,7 @@ from tools.evaluation.scoring import Scorer  # noqa: E402
 from tools.evaluation.task import read_examples  # noqa: E402
 from tools.evaluation.zero_shot import ZERO_SHOT  # noqa: E402
 from tools.run_model import (  # noqa: E402
+    add_step_flag,
     add_tokenizer_flags,
     check_tokenizer_flags,
     find_model,
@@ -306,12 +307,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="the first N lines of each file alone",
     )
-    add(
-        "--checkpoint-step",
-        type=whole_number,
-        default=None,
-        help="step to load (default: the newest)",
-    )
+    add_step_flag(parser)
     add("--json", action="store_true", help="one JSON object in place of the table")
     add_tokenizer_flags(parser)
     return parser.parse_args(arguments)

@@ -150,17 +150,19 @@ def check_identity(
     `new_data`, a run that begins with the checkpoint of another may read other data in other
     batches. A run that resumes (`own`) and one that begins are told different ways out.
     """
-    free = _free(was, now)
+    free, freed = _free(was, now), set[str]()
     weights = {key for key in now if key.startswith("model.")} - free
-    freed = _WITHOUT_WEIGHTS if _is_rotary(was) and _is_rotary(now) else _WITHOUT_WEIGHTS[:2]
-    checked = weights - {*freed} if model_only else {*_settings(now)} - free
-    if new_data and not own:
-        freed = tuple(sorted(key for key in checked if _is_of_the_data(key)))
-        checked -= {*freed}
+    checked = {*_settings(now)} - free
+    if model_only:
+        rotary = _is_rotary(was) and _is_rotary(now)
+        freed = {*(_WITHOUT_WEIGHTS if rotary else _WITHOUT_WEIGHTS[:2])} & now.keys()
+        checked = weights - freed
+    elif new_data and not own:
+        freed = {key for key in checked if _is_of_the_data(key)}
+        checked -= freed
     differing = _differences(was, now, checked)
     if not differing:
-        changed = _differences(was, now, {*freed} & now.keys()) if model_only or new_data else []
-        for text in changed:
+        for text in _differences(was, now, freed):
             log(f"{text}, from here on")
         return
     way_out = "give the same settings"
@@ -337,13 +339,10 @@ def _today(key: str, value: object) -> object:
 
 
 def _in_one_spelling(key: str, value: object) -> object:
-    """Return shares of a split as numbers, paths of data in their shortest form, others as is."""
-    name = key.rpartition(".")[2]
+    """Return shares of a split as numbers, other values as they are."""
     if key == "data.split" and isinstance(value, str):
         with contextlib.suppress(ConfigError):  # of a manifest that no run has written
             return split_shares(value)
-    if name.endswith("data_path") and isinstance(value, list):
-        return [str(Path(without_suffix(str(item)))) for item in value]
     return value
 
 

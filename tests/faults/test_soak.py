@@ -46,19 +46,16 @@ def end(started: Started, draw: random.Random) -> str:
     """End a start by a random signal at a random time; return the signal and the exit code."""
     time.sleep(draw.uniform(0.1, LONGEST * SLOWNESS))
     number = draw.choice([*ASKED, KILLED, None])
-    if number is None:
-        (started.run_dir / "STOP").touch() if started.run_dir.is_dir() else None
-        asked = "STOP"
-    elif number is KILLED:
+    if number is None and started.run_dir.is_dir():
+        (started.run_dir / "STOP").touch()
+        return f"STOP {started.finish().codes[0]}"
+    number = number or signal.SIGTERM
+    if number is KILLED:
         for pid in ranks_of(started)[-1:]:
             os.kill(pid, number)
-        asked = number.name
     else:
         started.processes[0].send_signal(number)
-        asked = number.name
-    if number is None and not started.run_dir.is_dir():
-        started.processes[0].send_signal(signal.SIGTERM)
-    return f"{asked} {started.finish().codes[0]}"
+    return f"{number.name} {started.finish().codes[0]}"
 
 
 def tensors(run_dir: Path) -> dict[str, bytes]:

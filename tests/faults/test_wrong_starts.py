@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from megatron.launch import Launch, detect_launch
 from megatron.status import State, Status, read_status, write_status
 from tests import program
 from tests.faults.starting import FLAGS, LONG_TIMEOUT, REPO, SCRIPT, environment, start_ranks
-from tests.limits import LIMIT, SLOWNESS
+from tests.limits import LIMIT
 from tools import doctor_host, faults_table
 
 
@@ -180,13 +181,21 @@ def test_a_refused_start_changes_no_file_of_a_finished_run(tmp_path: Path) -> No
     assert tree(run)["log.txt"][0].startswith(before["log.txt"][0]) and tree(run) != before
 
 
+def is_caught(number: signal.Signals, pid: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    (mask,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 @pytest.mark.waits
 @pytest.mark.push
 def test_sigterm_to_ranks_that_start_leaves_to_be_started_again(tmp_path: Path) -> None:
     """Rank 0 waits for a rank that is not there."""
     flags = f"--train-iters 4 {LONG_TIMEOUT}"
     waiting = start_ranks(2, tmp_path / "run", flags, ranks=range(1))
-    time.sleep(SLOWNESS)
+    deadline = time.monotonic() + LIMIT
+    while not is_caught(signal.SIGTERM, waiting.processes[0].pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
     waiting.processes[0].send_signal(signal.SIGTERM)
     ended = waiting.finish()
     assert ended.codes == [75] and not (tmp_path / "run").exists(), ended

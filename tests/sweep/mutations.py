@@ -102,9 +102,7 @@ PAIR = "data/corpus_text_document"
 TARGETS = (
     Target(name="manifest", file=f"{STEP}/manifest.json", command="verify_checkpoint", argv=_run,
            codes=(4,), structure="json"),
-    Target(name="state of a manifest", file=f"{STEP}/manifest.json", command="verify_checkpoint",
-           argv=_run, codes=(0, 4), structure="state"),
-    Target(name="state of a manifest, to load", file=f"{STEP}/manifest.json",
+    Target(name="state of a manifest", file=f"{STEP}/manifest.json",
            command="pretrain_gpt", argv=_finetune, codes=(0, 4), structure="state"),
     Target(name="tensors", file=f"{STEP}/rank_00000.safetensors", command="verify_checkpoint",
            argv=_run, codes=(4,)),
