@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.fields import show
 from megatron.errors import ConfigError, PeerError, missing_extra
+from megatron.status import replace_text
 
 if TYPE_CHECKING:
     import torch
@@ -721,8 +722,16 @@ def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
     # Ranks of another job that has the same port must not be taken for ranks of this one.
     job = os.environ.get("SLURM_JOB_ID", "") if launch.launcher == "srun" else ""
     is_master = launch.rank == 0 and not is_hosted
+    meeting = os.environ.get("LAUNCH_MEETING") if launch.launcher == "torchrun" else None
+    listener = None
     try:
+        if is_master and address in LOOPBACK:
+            listener, port = _listen_on_loopback(0 if meeting else port)
+            if meeting:
+                replace_text(Path(meeting), str(port))
         if not is_master:
+            if meeting:
+                port = _port_of_rank_0(Path(meeting), timeout.total_seconds())
             _reach(address, port, timeout.total_seconds())
         store = PrefixStore(
             f"sparsetron/{job}/{start}",
@@ -733,7 +742,7 @@ def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
                 is_master=is_master,
                 timeout=timeout,
                 wait_for_workers=False,
-                master_listen_fd=_listen_on_loopback(address, port) if is_master else None,
+                master_listen_fd=listener,
             ),
         )
         _await_ranks(store, launch, timeout)
@@ -771,20 +780,32 @@ def _reach(address: str, port: int, seconds: float) -> None:
         time.sleep(_RECONNECT_SECONDS)
 
 
-def _listen_on_loopback(address: str, port: int) -> int | None:
-    """Return a socket for the store of ranks of one machine, None for ranks of several.
+def _listen_on_loopback(port: int) -> tuple[int, int]:
+    """Return a socket for the store of ranks of one machine, and its port: one that is free for 0.
 
     The store would listen on every interface, and answers anybody who reaches it.
     """
     import socket
 
-    if address not in LOOPBACK:
-        return None
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen()
-        return listener.detach()
+        port = listener.getsockname()[1]
+        return listener.detach(), port
+
+
+def _port_of_rank_0(meeting: Path, seconds: float) -> int:
+    """Return the port that rank 0 wrote into the file `meeting`. Raises `OSError` after `seconds`.
+
+    A port chosen by the launcher could be taken before rank 0, which imports torch first, listens.
+    """
+    end = time.monotonic() + seconds
+    while not meeting.exists():
+        if time.monotonic() >= end:
+            raise TimeoutError(f"rank 0 wrote no port into {meeting}")
+        time.sleep(_RECONNECT_SECONDS)
+    return int(meeting.read_text())
 
 
 def _check_address(address: str, port: int) -> None:

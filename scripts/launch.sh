@@ -227,19 +227,28 @@ command_of_torchrun() {
   command=("$PYTHON" -m torch.distributed.run --max-restarts 0
     --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE")
+  # At each start torchrun makes a folder for logs, by default in TMPDIR, and leaves it there.
+  if ! $dry_run; then
+    torchrun_files=$(mktemp -d)
+    trap 'rm -rf "$torchrun_files"' EXIT
+    command+=(--log-dir "$torchrun_files")
+  fi
   if ((NODES == 1)); then
-    # A port of its own; 127.0.0.1 since a machine's own name need not resolve.
-    command+=(--standalone --local-addr 127.0.0.1)
+    # torchrun's own store listens on every interface and unpickles what it is sent. On one machine a
+    # file does, which a sign of life each day instead of each 5 seconds keeps small; and rank 0
+    # leaves the port at which it listens on loopback in LAUNCH_MEETING. 127.0.0.1 since a machine's
+    # own name need not resolve.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    command+=(--rdzv-backend c10d --rdzv-conf "store_type=file,keep_alive_interval=86400"
+      --local-addr 127.0.0.1)
+    if ! $dry_run; then
+      command+=(--rdzv-endpoint "$torchrun_files/agent")
+      export LAUNCH_MEETING=$torchrun_files/port
+    fi
   else
     [[ ${RENDEZVOUS:-} == ?*:?* ]] ||
       refuse "LAUNCHER=torchrun NODES=$NODES: set RENDEZVOUS=host:port, alike on every node"
     command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${RUN_DIR##*/}")
-  fi
-  # At each start torchrun makes a folder for logs, by default in TMPDIR, and leaves it there.
-  if ! $dry_run; then
-    torchrun_logs=$(mktemp -d)
-    trap 'rm -rf "$torchrun_logs"' EXIT
-    command+=(--log-dir "$torchrun_logs")
   fi
   command+=("${program[@]}")
   # torchrun itself kills its ranks 30 seconds after a signal, saved or not.
@@ -272,7 +281,7 @@ command_of_mpiexec() {
   command=("$mpiexec" -n "$world" "${mpiexec_flags[@]}" "${shell[@]}" "$PYTHON" "${program[@]}")
 }
 
-torchrun_logs=
+torchrun_files=
 case $LAUNCHER in
   local) ((world == 1)) || refuse "LAUNCHER=local: starts one rank, not $world; use torchrun, srun or mpiexec" ;;
   torchrun | srun | mpiexec) ;;
@@ -325,6 +334,8 @@ printf -v line '%q ' "${command[@]}"
 if $dry_run; then
   printf '#!/usr/bin/env bash\nset -euo pipefail\ncd %q\n' "$PWD"
   [[ -z ${OMP_NUM_THREADS:-} ]] || printf 'export OMP_NUM_THREADS=%q\n' "$OMP_NUM_THREADS"
+  [[ -z ${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-} ]] ||
+    printf 'export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=%q\n' "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
   printf 'exec %s\n' "${line% }"
   exit 0
 fi
@@ -336,7 +347,7 @@ fi
 began=$(mktemp)
 LAUNCH_REPORT=$(mktemp)
 export LAUNCH_REPORT
-trap 'rm -rf "$began" "$LAUNCH_REPORT" ${torchrun_logs:+"$torchrun_logs"}' EXIT
+trap 'rm -rf "$began" "$LAUNCH_REPORT" ${torchrun_files:+"$torchrun_files"}' EXIT
 run_to_the_end "${command[@]}"
 
 # torchrun turns every code into 1, srun and mpiexec some into 137: status.json has the true one. A

@@ -6,7 +6,10 @@ import json
 import os
 import re
 import signal
+import socket
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +31,34 @@ from tests.limits import LIMIT
 LONG = "--train-iters 100000 --save-interval 50000"
 SLOW = "slow:0:1+:data"
 """A fault that makes a step last a second, so that a signal surely falls into a step."""
+LISTEN = "0A"
+"""The state of /proc/net/tcp."""
+LOOPBACK = f"{int.from_bytes(socket.inet_aton('127.0.0.1'), sys.byteorder):08X}"
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process and all that it and its children started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(p for child in children for p in descendants(int(child)))]
+
+
+def listening(pids: list[int]) -> list[str]:
+    """Return the addresses at which the processes listen, `address:port` in the kernel's digits."""
+    opened: set[str] = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                opened.add(os.readlink(link))
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [
+        at
+        for _, at, _, state, *more in lines
+        if state == LISTEN and f"socket:[{more[5]}]" in opened
+    ]
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -114,8 +145,11 @@ def test_a_second_interrupt_leaves_at_once_and_save_files_are_obeyed(tmp_path: P
 @pytest.mark.waits
 @pytest.mark.push
 def test_launcher_hands_the_signal_on_and_exits_with_75(tmp_path: Path) -> None:
+    """Until then nothing of the run listens but on loopback."""
     run = start_launcher(2, tmp_path / "run", LONG)
     wait_for_step(run.run_dir, 3)
+    addresses = listening(descendants(run.processes[0].pid))
+    assert len(addresses) >= 3 and {at.split(":")[0] for at in addresses} == {LOOPBACK}, addresses
     send(run, signal.SIGTERM, 0)
     ended = run.finish()
     check_left(ended, "SIGTERM")
