@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import errno
 import faulthandler
+import math
 import os
 import re
 import shutil
@@ -469,6 +470,52 @@ class Runtime:
     def is_writer(self) -> bool:
         """True on the rank that writes logs and other files that exist once per run."""
         return self.launch.rank == 0
+
+    def facts(self) -> dict[str, int | str]:
+        """Return what the ranks run on, for records: losses and times depend on it."""
+        import torch
+
+        world, of_a_node = self.launch.world_size, self.launch.local_world_size
+        return {
+            "ranks": world,
+            "nodes": math.ceil(world / of_a_node),
+            "threads": torch.get_num_threads(),
+            "backend": self.backend,
+            "network": _network(self.backend) if world > 1 else "none",
+        }
+
+
+def _network(backend: str) -> str:
+    """Return the interface, or else the address, over which the backend talks to other ranks."""
+    import socket
+
+    variable = "NCCL_SOCKET_IFNAME" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
+    if named := os.environ.get(variable):
+        return named
+    if "nccl" in backend:
+        return "chosen by NCCL"
+    # gloo takes the address of the host's name.
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        names = (name for _, name in socket.if_nameindex())
+        return next((name for name in names if _address_of(name) == address), address)
+    return "lo"
+
+
+_ASK_FOR_ADDRESS, _BYTES_OF_REQUEST = 0x8915, 40
+"""SIOCGIFADDR of Linux, and the size of its `struct ifreq`."""
+
+
+def _address_of(interface: str) -> str:
+    """Return the IPv4 address of a network interface, "" if it has none."""
+    import fcntl
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
+        request = interface.encode().ljust(_BYTES_OF_REQUEST, b"\0")
+        answer = fcntl.ioctl(asking.fileno(), _ASK_FOR_ADDRESS, request)
+        return socket.inet_ntoa(answer[20:24])
+    return ""
 
 
 def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -327,7 +327,11 @@ def run(
             failures.has_begun = True
             step = trainer.progress.iteration
             groups.world.raise_on_all_ranks(
-                lambda: begin_writing(config, run_dir, metrics, step) if runtime.is_writer else None
+                lambda: (
+                    begin_writing(config, runtime, run_dir, metrics, step)
+                    if runtime.is_writer
+                    else None
+                )
             )
             trainer.peer_failure = failures.causes().known
             outcome = trainer.train()
@@ -370,12 +374,14 @@ def told_of_leaving(config: Config, step: int, left: str) -> str:
     return f"saved step {step} ({left}); the same command resumes the run"
 
 
-def begin_writing(config: Config, run_dir: Path, metrics: Metrics, iteration: int) -> None:
+def begin_writing(
+    config: Config, runtime: Runtime, run_dir: Path, metrics: Metrics, iteration: int
+) -> None:
     """Write to the files of the run folder, once this start is sure to train or to evaluate.
 
     The configuration is kept, and metrics of steps after `iteration` are moved out of the way.
     """
-    keep_config(config, run_dir)
+    keep_config(config, run_dir, runtime.facts())
     # An evaluation computes no step again.
     if not config.training.skip_train:
         with writing_to(run_dir):
@@ -483,7 +489,7 @@ def open_metrics(
         start_iteration=start_iteration,
         start_samples=start_samples,
         only_evaluates=config.training.skip_train,
-        world_size=runtime.launch.world_size,
+        start=runtime.facts(),
         name=config.name,
         formula=task.formula,
         summary=config.values(),

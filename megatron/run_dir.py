@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,17 +127,19 @@ def writing_to(run_dir: Path, name: str = "run_dir") -> Iterator[None]:
         ) from None
 
 
-def keep_config(config: Config, run_dir: Path) -> None:
+def keep_config(config: Config, run_dir: Path, runs_on: Mapping[str, object]) -> None:
     """Write the resolved configuration and the versions, once the run is sure to train with them.
 
-    The folder of `--save`, which the configuration file leaves out, is recorded with the versions.
+    The folder of `--save`, which the configuration file leaves out, is recorded with the versions,
+    and so is what the ranks run on (`Runtime.facts`).
     A `--ckpt-step` of the run's own checkpoints is left out, since later starts have newer ones.
     A start that was refused or that only evaluates leaves the files of the run that trained. Raises
     `ConfigError` if the files cannot be written, and then leaves no partial file.
     """
     if config.training.skip_train and (run_dir / CONFIG).exists():
         return
-    save, facts = os.path.abspath(save_directory(config, run_dir)), environment()
+    save = os.path.abspath(save_directory(config, run_dir))
+    facts = {**runs_on, **environment()}
     if os.path.realpath(save) != os.path.realpath(run_dir / CHECKPOINTS):
         facts[SAVE] = save
     if not loads_elsewhere(config, run_dir):

@@ -18,6 +18,7 @@ from megatron import launch as launch_module
 from megatron.errors import ConfigError, PeerError
 from megatron.launch import (
     Launch,
+    Runtime,
     _join_world,
     check_cuda_variables,
     detect_launch,
@@ -315,6 +316,25 @@ def test_ranks_of_torchrun_do_not_share_a_device(
         return
     with pytest.raises(ConfigError, match="local rank 1: only 1 CUDA devices are seen"):
         launch_module._choose_device(launch, read())
+
+
+def test_records_say_what_the_ranks_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch(launcher="srun", rank=0, world_size=5, local_rank=0, local_world_size=2)
+
+    def network(backend: str, address: str = "") -> object:
+        monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
+        facts = Runtime(launch=launch, device=torch.device("cpu"), backend=backend).facts()
+        assert (facts["ranks"], facts["nodes"], facts["backend"]) == (5, 3, backend)
+        return facts["network"]
+
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    assert network("gloo", "127.0.0.1") == "lo"
+    assert network("gloo", "192.0.2.77") == "192.0.2.77"  # a proxy's, of no interface here
+    assert network("cpu:gloo,cuda:nccl") == "chosen by NCCL"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=ib0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert [network("cpu:gloo,cuda:nccl"), network("gloo")] == ["=ib0", "eth1"]
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,11 @@ def test_alone_with_the_default_run_folder(tmp_path: Path) -> None:
     assert "lm loss" in done.stdout and "lm loss" in (folder / "log.txt").read_text()
     assert status["throughput"]["steps"] == 7 and "] throughput: " in done.stdout
     assert "training_days" in status["throughput"]
+    facts = json.loads((folder / "environment.json").read_text())
+    found = {name: facts[name] for name in ("ranks", "nodes", "threads", "backend", "network")}
+    assert found == {"ranks": 1, "nodes": 1, "threads": 1, "backend": "gloo", "network": "none"}
+    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert first == {"iteration": 0, **found}
     report = (folder / "report.html").read_text()
     assert "mean step" in report and "AxoNN, Eq. 2" not in report  # for so small a model
 

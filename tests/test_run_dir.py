@@ -144,16 +144,16 @@ def test_a_full_disk_leaves_no_part_of_the_configuration(
     write_status(tmp_path, Status(state="running", attempt="a"))
     monkeypatch.setattr(os, "fsync", _full)
     with pytest.raises(ConfigError, match="No space left on device; free some space or choose"):
-        keep_config(config, tmp_path)
+        keep_config(config, tmp_path, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["status.json"]
     failed = Status(state="failed", exit_code=2, reason="no space", attempt="a")
     assert write_status(tmp_path, failed) and read_status(tmp_path) == failed
     (tmp_path / "config.yaml").write_text("of an earlier start")
     with pytest.raises(ConfigError):
-        keep_config(config, tmp_path)
+        keep_config(config, tmp_path, {})
     assert (tmp_path / "config.yaml").read_text() == "of an earlier start"
     monkeypatch.undo()
-    keep_config(config, tmp_path)
+    keep_config(config, tmp_path, {})
     assert (tmp_path / "config.yaml").read_text() == to_yaml(config)
 
 
@@ -161,7 +161,7 @@ def test_the_configuration_names_a_step_of_another_run_alone(tmp_path: Path) -> 
     """A step of the run's own checkpoints is not the newest any more when the run resumes."""
     (tmp_path / "checkpoints").mkdir()
     for flags, kept in (("", None), (f"--load {tmp_path}", None), ("--load other", 3)):
-        keep_config(resolve(read("--ckpt-step", "3", *flags.split()), 1), tmp_path)
+        keep_config(resolve(read("--ckpt-step", "3", *flags.split()), 1), tmp_path, {})
         written = parse(["--config", str(tmp_path / "config.yaml")], paths=GRADIENT_PATHS)
         assert written.checkpoint.ckpt_step == kept
 

@@ -22,7 +22,7 @@ from megatron.metrics.log_line import (
     scaled,
     timestamp,
 )
-from megatron.metrics.record import Evaluation, StepRecord, key_of, summarize
+from megatron.metrics.record import EVALUATION_KINDS, Evaluation, StepRecord, key_of, summarize
 from megatron.metrics.throughput import Stopwatch, Throughput, Workload
 from megatron.metrics.trackers import (
     TensorBoardTracker,
@@ -235,6 +235,17 @@ def cut_metrics(run_dir: str | Path, step: int) -> int:
     return moved
 
 
+def last_recorded(run_dir: Path) -> dict[str, int]:
+    """Return the last "step", "valid" and "test" of all starts, also of lines that were cut."""
+    last: dict[str, int] = {}
+    for path in run_dir.glob(f"{JSONL}*"):
+        for values in filter(None, map(parse_line, lines_of(path))):
+            kinds = [kind for kind in EVALUATION_KINDS if f"{kind}_loss" in values]
+            for kind in kinds or ["step"]:
+                last[kind] = max(last.get(kind, 0), int(values["iteration"] or 0))
+    return last
+
+
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file; lines longer than `MAX_LINE_BYTES` come in parts."""
     with open(open_regular(path, os.O_RDONLY), "rb") as file:
@@ -418,6 +429,7 @@ class Metrics:
         start_iteration: The step from which the run goes on.
         start_samples: The samples that were consumed up to that step.
         only_evaluates: Whether the start trains no step (`--skip-train`).
+        start: What this start runs on, such as its ranks: a line before that of its first step.
         formula: The operations that `StepRecord.flops` counts.
         summary: The configuration that trackers show.
         bar: Whether to show a progress bar; None: on a terminal.
@@ -436,7 +448,7 @@ class Metrics:
         start_iteration: int = 0,
         start_samples: int = 0,
         only_evaluates: bool = False,
-        world_size: int = 1,
+        start: Mapping[str, Value] | None = None,
         name: str = "",
         formula: str = "",
         summary: Mapping[str, Any] | None = None,
@@ -470,10 +482,11 @@ class Metrics:
         self._closed = False
         self._trackers: list[Tracker] = []
         # A start without steps makes no point of an earlier one stale.
-        start = (0, 0) if only_evaluates else (start_iteration, start_samples)
+        stale = (0, 0) if only_evaluates else (start_iteration, start_samples)
         self._held: Callable[[], None] | None = partial(
-            self._add_trackers, start=start, name=name, summary=summary or {}
+            self._add_trackers, start=stale, name=name, summary=summary or {}
         )
+        self._start = {"iteration": start_iteration, **start} if start else None
         if not held:
             self.begin()
         self._announce_formula(formula)
@@ -552,6 +565,9 @@ class Metrics:
         if not records:
             return
         lines = [step_values(record, time=when, steps=steps) for when, record, steps in records]
+        if self._start is not None:
+            lines.insert(0, self._start)
+            self._start = None
         self._append(self._jsonl, "".join(map(json_line, lines)))
         interval = self._logging.tensorboard_log_interval
         chosen = [timed for timed in records if timed.record.iteration % interval == 0]
@@ -627,7 +643,11 @@ class Metrics:
             )
         if logging.wandb_project:
             makers["wandb"] = lambda: WandbTracker(
-                logging, name=name, directory=self.run_dir, summary=summary
+                logging,
+                name=name,
+                run_dir=self.run_dir,
+                summary=summary,
+                recorded=lambda: last_recorded(self.run_dir),
             )
         for tracker_name, make in makers.items():
             try:

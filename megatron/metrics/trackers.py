@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron.errors import missing_extra
 from megatron.metrics.record import Evaluation, StepRecord, perplexity
+from megatron.regular_file import read_regular
+from megatron.status import replace_text
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -157,18 +161,46 @@ class TensorBoardTracker:
             )
 
 
+WANDB_ID = "wandb_id"
+"""File in a run folder with the id of its run at Weights & Biases."""
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
 class WandbTracker:
-    """A run at Weights & Biases; its variable WANDB_MODE decides whether data leave the machine."""
+    """A run at Weights & Biases; its variable WANDB_MODE decides whether data leave the machine.
+
+    All starts of a run folder continue the run whose id is in the folder. `recorded` returns the
+    last step of earlier starts, and their last evaluation of each kind, which were logged: what a
+    resumed run computes again is logged once.
+
+    Raises:
+        ValueError: The file of the id holds something else.
+    """
 
     name = "wandb"
 
     def __init__(
-        self, logging: LoggingConfig, *, name: str, directory: Path, summary: Mapping[str, Any]
+        self,
+        logging: LoggingConfig,
+        *,
+        name: str,
+        run_dir: Path,
+        summary: Mapping[str, Any],
+        recorded: Callable[[], Mapping[str, int]],
     ) -> None:
         import wandb
 
         self._logging = logging
-        folder = Path(logging.wandb_save_dir) if logging.wandb_save_dir else directory
+        self._recorded: Mapping[str, int] = {}
+        run_id = os.environ.get("WANDB_RUN_ID") or _text(run_dir / WANDB_ID)
+        if run_id:
+            self._recorded = recorded()
+        else:
+            run_id = secrets.token_hex(4)
+            replace_text(run_dir / WANDB_ID, run_id + "\n")
+        if not _RUN_ID.fullmatch(run_id):
+            raise ValueError(f"{run_dir / WANDB_ID} holds no id of a run; remove the file")
+        folder = Path(logging.wandb_save_dir) if logging.wandb_save_dir else run_dir
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=logging.wandb_project,
@@ -176,19 +208,30 @@ class WandbTracker:
             name=logging.wandb_exp_name or name or None,
             dir=str(folder),
             config=dict(summary),
+            id=run_id,
+            resume="allow",
         )
 
     def steps(self, records: Sequence[TimedRecord]) -> None:
-        """Add steps, in order."""
+        """Add steps, in order, but those that an earlier start has added."""
         for _, record, count in records:
-            scalars = step_scalars(record, self._logging, steps=count)
-            self._run.log(scalars, step=record.iteration)
+            if record.iteration > self._recorded.get("step", 0):
+                scalars = step_scalars(record, self._logging, steps=count)
+                self._run.log(scalars, step=record.iteration)
 
     def evaluation(self, evaluation: Evaluation, *, time: float, samples: int) -> None:
-        """Add the means of the validation or the test set."""
-        scalars = evaluation_scalars(evaluation, self._logging)
-        self._run.log(scalars, step=evaluation.iteration)
+        """Add the means of the validation or the test set, unless an earlier start has."""
+        if evaluation.iteration > self._recorded.get(evaluation.kind, -1):
+            scalars = evaluation_scalars(evaluation, self._logging)
+            self._run.log(scalars, step=evaluation.iteration)
 
     def close(self) -> None:
         """Write pending values."""
         self._run.finish()
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_regular(path).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return ""

@@ -30,6 +30,9 @@ _PATH_PREFIXES = (
     "radius_", "samo_", "dsr_", "topk_", "powersgd_", "lowrank_", "roundrobin_", "demo_"
 )  # fmt: skip
 
+RUNS_ON = ("ranks", "nodes", "threads", "backend", "network")
+"""Keys of environment.json that say what the ranks run on."""
+
 
 def tiles(run: RunData) -> list[tuple[str, str, str]]:
     """Return the headline figures: (name, figure, remark)."""
@@ -99,12 +102,20 @@ def run_table(run: RunData) -> list[tuple[str, str]]:
     rows += [
         ("restarts", str(run.restarts) if run.restarts else "none that redid steps"),
         ("resumed from step", ", ".join(f"{step:,}" for step in run.loaded) or "none"),
+        *_earlier_ranks(run),
         ("skipped steps", f"{skipped:,}"),
         ("checkpoints", _checkpoints(run.checkpoints)),
     ]
     if run.unreadable_lines:
         rows.append(("unreadable metrics lines", str(run.unreadable_lines)))
     return rows + [(key, value) for key, value in run.environment.items() if value]
+
+
+def _earlier_ranks(run: RunData) -> list[tuple[str, str]]:
+    """Return a row with the ranks of each start, if they changed."""
+    if len({ranks for _, ranks in run.starts}) < 2:
+        return []
+    return [("ranks from step", ", ".join(f"{step:,}: {ranks}" for step, ranks in run.starts))]
 
 
 def _throughput(means: object) -> list[tuple[str, str]]:
@@ -158,11 +169,14 @@ def config_table(run: RunData) -> list[tuple[str, str]]:
 def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     """Return rows (setting, its value in each run) of settings that differ.
 
-    A run without the setting has a dash.
+    A run without the setting has a dash. What the ranks run on counts as settings.
     """
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = [
         (key.replace("_", " "), *(_setting(run.config.get(key)) for run in runs)) for key in keys
+    ]
+    rows += [
+        (key, *(run.environment.get(key) or "-" for run in runs)) for key in (*RUNS_ON, "processor")
     ]
     return [row for row in rows if len(set(row[1:])) > 1]
 

@@ -73,6 +73,8 @@ class RunData:
     """Seconds per step of each timer, where they were read."""
     loaded: list[int] = field(default_factory=list)
     """Steps of the checkpoints from which the run resumed, in order."""
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """The step after which each start went on, and its ranks, where metrics.jsonl says so."""
     checkpoints: list[str] = field(default_factory=list)
     sample: str = ""
     ledger: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -97,7 +99,7 @@ def read_run(run_dir: str | Path) -> RunData:
     folder = Path(run_dir)
     if not (folder / JSONL).is_file():
         raise ConfigError(f"{folder}: holds no {JSONL}; give the folder of a run (--run-dir)")
-    steps, evaluations, unreadable = _read_metrics(folder / JSONL)
+    steps, evaluations, starts, unreadable = _read_metrics(folder / JSONL)
     iterations = sorted(steps)
     columns = columns_of({key: None for step in steps.values() for key in step})
     means = _other_means(steps, evaluations)
@@ -126,6 +128,7 @@ def read_run(run_dir: str | Path) -> RunData:
             if key.startswith(PHASE)
         },
         loaded=_loaded(folder / LOG),
+        starts=sorted(starts.items()),
         unreadable_lines=unreadable,
         restarts=len(list(folder.glob(f"{JSONL}.cut-*"))),
         config_text=config_text,
@@ -140,9 +143,14 @@ def read_run(run_dir: str | Path) -> RunData:
 
 def _read_metrics(
     path: Path,
-) -> tuple[_Lines, dict[str, _Lines], int]:
-    """Return the lines of steps, those of evaluations by set, and the number of unreadable ones."""
+) -> tuple[_Lines, dict[str, _Lines], dict[int, int], int]:
+    """Return the lines of steps, and those of evaluations by set.
+
+    Then follow the ranks of each start, by the step after which it went on, and the number of
+    unreadable lines.
+    """
     steps: _Lines = {}
+    starts: dict[int, int] = {}
     evaluations: dict[str, _Lines] = {kind: {} for kind in EVALUATION_KINDS}
     unreadable = 0
     for line in lines_of(path):
@@ -156,7 +164,9 @@ def _read_metrics(
         for kind, found in evaluations.items():
             if f"{kind}_loss" in values:
                 found[iteration] = values
-    return steps, evaluations, unreadable
+        if type(ranks := values.get("ranks")) is int:
+            starts[iteration] = ranks
+    return steps, evaluations, starts, unreadable
 
 
 def _other_means(

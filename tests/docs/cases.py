@@ -145,6 +145,7 @@ NOT_RUN: dict[str, str] = {
     "python -m tools.bench.gpu.ranks": "needs a GPU; see tests/bench/test_gpu_ranks.py",
     "scripts/test.sh --all": "runs every test, the one that types it too",
     "scripts/test.sh --push": "runs every test, the one that types it too",
+    "scripts/test.sh --record": "runs every test, the one that types it too",
     "python tools/study.py docs/examples/study.yaml --slurm": "see tests/slurm/test_study.py",
 }
 """Reasons why commands are not run, by the beginning of the command."""

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.metrics import cut_metrics
 from megatron.metrics.logger import AppendFile, parse_line
+from megatron.report import read_run, write_report
 
 from .helpers import evaluated, lines_of, make_metrics, record
 
@@ -38,6 +39,23 @@ def test_one_line_for_each_step_in_full_precision(tmp_path: Path) -> None:
     assert lines[2]["tokens_per_second"] == 2000.0
     assert lines[2]["skipped"] is False
     assert [line["lm_loss"] for line in lines] == [10 / i for i in range(1, 8)]
+
+
+def test_each_start_that_trains_says_what_it_runs_on(tmp_path: Path) -> None:
+    for first, ranks in (1, 4), (3, 2):
+        metrics, _ = make_metrics(tmp_path, start_iteration=first - 1, start={"ranks": ranks})
+        metrics.step(record(first))
+        metrics.step(record(first + 1))
+        metrics.close()
+    make_metrics(tmp_path, start_iteration=4, start={"ranks": 1})[0].close()
+    lines = lines_of(tmp_path)
+    assert [lines[i] for i in (0, 3)] == [
+        {"iteration": 0, "ranks": 4},
+        {"iteration": 2, "ranks": 2},
+    ]
+    assert all("ranks" not in lines[i] for i in (1, 2, 4, 5)) and len(lines) == 6
+    assert read_run(tmp_path).iterations == [1, 2, 3, 4]
+    assert "<td>0: 4, 2: 2</td>" in write_report(tmp_path).read_text()
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

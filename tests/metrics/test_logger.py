@@ -15,8 +15,8 @@ import pytest
 
 from megatron.config import LoggingConfig
 from megatron.errors import ConfigError
-from megatron.metrics import Evaluation, Metrics, NullMetrics, check_trackers
-from megatron.metrics.trackers import TimedRecord, evaluation_scalars, step_scalars
+from megatron.metrics import Evaluation, Metrics, NullMetrics, check_trackers, cut_metrics
+from megatron.metrics.trackers import WANDB_ID, TimedRecord, evaluation_scalars, step_scalars
 from tests.calls import count_calls
 
 from .helpers import Clock, evaluated, lines_of, make_metrics, record
@@ -266,19 +266,33 @@ def test_tracker_that_cannot_start_is_dropped(
     assert "wandb failed (RuntimeError: not logged in)" in stream.getvalue()
 
 
-def test_wandb_gets_project_name_folder_and_curves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[str, object]] = []
-    run = SimpleNamespace(
-        log=lambda values, step: seen.append((step, values)), finish=lambda: seen.append(("end", 0))
-    )
+class Wandb(SimpleNamespace):
+    """The package wandb, which notes each call."""
 
-    def init(**options: object) -> SimpleNamespace:
-        seen.append(("init", options))
-        return run
+    def __init__(self) -> None:
+        self.seen: list[tuple[object, object]] = []
+        super().__init__(__spec__=object())
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=object()))
+    def init(self, **options: object) -> Wandb:
+        self.seen.append(("init", options))
+        return self
+
+    def log(self, values: object, step: int) -> None:
+        self.seen.append((step, values))
+
+    def finish(self) -> None:
+        self.seen.append(("end", 0))
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
+    package = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    return package
+
+
+def test_wandb_gets_project_name_folder_and_curves(tmp_path: Path, wandb: Wandb) -> None:
     metrics, _ = make_metrics(
         tmp_path,
         wandb_project="p",
@@ -290,11 +304,40 @@ def test_wandb_gets_project_name_folder_and_curves(
     metrics.step(record(1))
     metrics.evaluation(evaluated(1, "valid", 2.0))
     metrics.close()
+    run_id = (tmp_path / WANDB_ID).read_text().strip()
     options = {"project": "p", "entity": "team", "name": "gpt_tiny", "dir": str(tmp_path)}
-    options |= {"config": {"lr": 0.1}}
-    assert seen[0] == ("init", options)
-    assert seen[1] == (1, step_scalars(record(1), LoggingConfig()))
-    assert seen[2:] == [(1, {"lm loss validation": 2.0}), ("end", 0)]
+    options |= {"config": {"lr": 0.1}, "id": run_id, "resume": "allow"}
+    assert len(run_id) == 8 and wandb.seen[0] == ("init", options)
+    assert wandb.seen[1] == (1, step_scalars(record(1), LoggingConfig()))
+    assert wandb.seen[2:] == [(1, {"lm loss validation": 2.0}), ("end", 0)]
+
+
+def test_a_resumed_run_goes_on_at_wandb_and_logs_nothing_twice(
+    tmp_path: Path, wandb: Wandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start ends after step 4 without a word; the second goes on from step 2."""
+    for first, evaluations in (1, [3]), (3, [3, 6]):
+        metrics, _ = make_metrics(tmp_path, wandb_project="p", start_iteration=first - 1)
+        for i in range(first, first + 4):
+            metrics.step(record(i))
+            if i in evaluations:
+                metrics.evaluation(evaluated(i, "valid", 2.0))
+        metrics.evaluation(evaluated(first + 3, "test", 2.0))
+        metrics.flush()
+        cut_metrics(tmp_path, 2)
+    (_, one), (_, two) = (call for call in wandb.seen if call[0] == "init")
+    assert one["id"] == two["id"]  # type: ignore[index]
+    steps = [at for at, values in wandb.seen if at != "init" and "lm loss" in values]  # type: ignore[operator]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    others = [at for at, values in wandb.seen if at != "init" and "lm loss" not in values]  # type: ignore[operator]
+    assert others == [3, 4, 6, 6]
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    make_metrics(tmp_path, wandb_project="p")
+    assert wandb.seen[-1][1]["id"] == "mine"  # type: ignore[index]
+    monkeypatch.delenv("WANDB_RUN_ID")
+    (tmp_path / WANDB_ID).write_text("two words\n")
+    _, stream = make_metrics(tmp_path, wandb_project="p")
+    assert f"{WANDB_ID} holds no id of a run; remove the file" in stream.getvalue()
 
 
 @pytest.mark.parametrize(

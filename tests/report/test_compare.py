@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.report import compare, read_run
+from megatron.report.facts import differing_settings
 from tests.limits import LIMIT
 from tests.program import WITHOUT_PICTURES
 from tools.report import main
@@ -55,6 +57,15 @@ def test_nan_against_a_number_and_missing_steps_differ(
     first: Path, tmp_path: Path, losses: list[float], equal: bool
 ) -> None:
     assert compare(read_run(first), read_run(_other(tmp_path, losses))).equal is equal
+
+
+def test_runs_of_other_ranks_are_not_shown_as_equal(first: Path, tmp_path: Path) -> None:
+    other = _other(tmp_path, LOSSES)
+    for run, ranks in (first, 1), (other, 2):
+        (run / "config.yaml").write_text("training:\n  seed: 7\n")
+        facts = {"ranks": ranks, "nodes": 1, "threads": 1, "backend": "gloo", "network": "lo"}
+        (run / "environment.json").write_text(json.dumps(facts))
+    assert differing_settings([read_run(first), read_run(other)]) == [("ranks", "1", "2")]
 
 
 def test_tool_writes_and_judges(

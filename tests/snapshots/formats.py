@@ -150,10 +150,10 @@ def _files_of_run(run: Path, more: str) -> list[str]:
     for name in ("status.json", "environment.json"):
         values = json.loads((run / name).read_text(encoding="utf-8"))
         lines += [f"{name}:", *_keys(values, types=name == "status.json")]
-    kinds: dict[str, dict[str, set[str]]] = {"step": {}, "evaluation": {}}
+    kinds: dict[str, dict[str, set[str]]] = {"start": {}, "step": {}, "evaluation": {}}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        of_kind = kinds["step" if "lm_loss" in row else "evaluation"]
+        of_kind = kinds["step" if "lm_loss" in row else "start" if "ranks" in row else "evaluation"]
         for key, value in row.items():
             of_kind.setdefault(key, set()).add(_kind(value))
     for kind, keys in kinds.items():

@@ -160,7 +160,7 @@ def test_a_run_that_saves_elsewhere_goes_on_from_there(
 ) -> None:
     saves = run.with_name("its saves")
     (run / "checkpoints").rename(saves)
-    keep_config(resolve(read("--save", str(saves)), 1), run)
+    keep_config(resolve(read("--save", str(saves)), 1), run, {})
     write_status(run, Status(state="left", left="STOP", exit_code=75))
     found = told(run, capsys)
     assert found["next_command"] == f"{same_command(run)} -- --save '{saves}'"
@@ -168,7 +168,7 @@ def test_a_run_that_saves_elsewhere_goes_on_from_there(
     write_status(run, Status(state="failed", exit_code=4, reason="damaged"))
     verify = f"python tools/verify_checkpoint.py '{saves}'"
     assert told(run, capsys)["next_command"] == verify
-    keep_config(resolve(read("--save", str(run / "checkpoints")), 1), run)
+    keep_config(resolve(read("--save", str(run / "checkpoints")), 1), run, {})
     assert "save" not in json.loads((run / "environment.json").read_text())
 
 
