@@ -18,11 +18,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron.busy import busy
 from megatron.checkpoint.compatibility import check_settings
 from megatron.closed_pipe import end_with_reader
 from megatron.config import Config, parse, resolve, to_yaml
@@ -286,8 +287,9 @@ def run(
     # A scheduler's warning may come while torch is imported. The other signals are not caught yet,
     # so they end a start that waits for ranks.
     requests.install(signal.SIGUSR1)
-    runtime = start(launch, config)
-    groups = build_groups(config, launch)
+    with _busy(launch, f"import of torch, meeting of {launch.world_size} rank(s)"):
+        runtime = start(launch, config)
+        groups = build_groups(config, launch)
     failures.before = EndedStatus.read(run_dir)
     # All ranks agree on one name for this start, which distinguishes it from what earlier starts
     # wrote.
@@ -304,7 +306,10 @@ def run(
         )
     else:
         groups.world.raise_on_all_ranks(lambda: None)
-    origin, heartbeat = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
+    with _busy(launch, "check of the run folder and its newest checkpoint"):
+        origin, heartbeat = open_run(
+            config, runtime, groups, run_dir, failures.attempt, notes.append
+        )
     failures.heartbeat = heartbeat
     if launch.world_size > 1:
         groups.listen(heartbeat.called)
@@ -321,9 +326,11 @@ def run(
             for note in notes:
                 metrics.log(note)
             groups.connect(runtime.device)
-            trainer = build_trainer(
-                task, paths, config, runtime, groups, run_dir, metrics, origin, heartbeat, requests
-            )
+            with metrics.busy("opening of the data, building of the model"):
+                trainer = build_trainer(
+                    task, paths, config, runtime, groups, run_dir, metrics, origin, heartbeat,
+                    requests,
+                )  # fmt: skip
             failures.has_begun = True
             step = trainer.progress.iteration
             groups.world.raise_on_all_ranks(
@@ -361,6 +368,13 @@ def run(
     heartbeat.close()
     stop()
     return outcome.exit_code
+
+
+def _busy(launch: Launch, what: str) -> AbstractContextManager[None]:
+    """Let rank 0 say on stderr what the body does each time that it has taken some seconds more."""
+    if launch.rank:
+        return nullcontext()
+    return busy(what, lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def told_of_leaving(config: Config, step: int, left: str) -> str:

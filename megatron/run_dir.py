@@ -208,7 +208,9 @@ def write_pictures(run_dir: Path, metrics: Metrics) -> None:
     from megatron.report import write_report
 
     try:
-        metrics.log(f"report: {write_report(run_dir, log=metrics.log)}")
+        with metrics.busy("drawing of the report"):
+            report = write_report(run_dir, log=metrics.log)
+        metrics.log(f"report: {report}")
     except Exception as error:  # the run has ended, whatever becomes of its charts
         metrics.log(f"no report: {type(error).__name__}: {error}")
 

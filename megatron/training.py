@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -197,9 +198,13 @@ class Trainer:
             if (outcome := _left_by(request)) is not None:
                 self._obeyed(request)
                 return outcome
+        first = self.progress.iteration
         while self.progress.iteration < self.total_iterations:
             self.profiler.before_step(self.progress.iteration + 1)
-            record, request = self.train_step()
+            # It may compile, and lines come at log intervals.
+            is_first = self.progress.iteration == first
+            with self.metrics.busy("first step") if is_first else nullcontext():
+                record, request = self.train_step()
             # Batch step 15: record, save, evaluate.
             self.metrics.step(record)
             self.saver.settle()
@@ -240,7 +245,7 @@ class Trainer:
         self.heartbeat.at("save")
         self._rule_out_failure(request)
         self._compare_replicas()
-        with self.timers("save-checkpoint"):
+        with self.timers("save-checkpoint"), self.metrics.busy("save"):
             self.saver.save(self.progress, wait=wait)
 
     def _end_save(self, request: ExitRequest) -> None:
@@ -514,7 +519,8 @@ class Trainer:
         if not sets:
             return request
         self.stage.train(False)
-        with self.optimizer.shared_weights():
+        what = f"evaluation of the {kind} set"
+        with self.optimizer.shared_weights(), self.metrics.busy(what):
             for name, each in sets.items():
                 request, found[name] = self._evaluate_set(each)
                 if request.leaves:

@@ -10,7 +10,14 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "config", "launch", "status", "timers", "fault_tolerance.run_lock", "closed_pipe")
-    + ("low_memory.checkpoint_interval", "processor", "transfer", "documents", "regular_file"),
+    + (
+        "low_memory.checkpoint_interval",
+        "processor",
+        "transfer",
+        "documents",
+        "regular_file",
+        "busy",
+    ),
     ("parallel", "low_memory.activation_checkpoint"),
     ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.bucket"),
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),

@@ -9,10 +9,12 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
+from megatron.busy import busy
 from megatron.metrics.log_line import (
     format_brief,
     format_brief_evaluation,
@@ -317,25 +319,33 @@ class Console:
         self._bar: Any = None
         self._next_redraw = 0.0
 
-    def log(self, text: str, *, brief: str | None = None) -> None:
+    def log(self, text: str, *, brief: str | None = None, terminal: str | None = None) -> None:
         """Write `text` after the time; control characters are removed.
 
-        `brief` is as for `line`.
+        `brief` and `terminal` are as for `line`.
         """
         time = f" [{timestamp(self._clock())}] "
-        self.line(time + text, brief=time + brief if brief else brief)
+        brief, terminal = (time + short if short else short for short in (brief, terminal))
+        self.line(time + text, brief=brief, terminal=terminal)
 
-    def line(self, text: str, *, brief: str | None = None) -> None:
+    def line(self, text: str, *, brief: str | None = None, terminal: str | None = None) -> None:
         """Write `text` as it is, with control characters removed.
 
-        A terminal shows `brief` instead, if given, and nothing if `brief` is empty.
+        The stream shows `brief` instead, if given, and nothing if it is empty; `terminal` is shown
+        instead if the stream is a terminal.
         """
         text = without_controls(text) + "\n"
-        if brief is None or not self._is_terminal:
+        if terminal is not None and self._is_terminal:
+            brief = terminal
+        if brief is None:
             self._show(text)
         elif brief:
             self._show(without_controls(brief) + "\n")
         self._to_log(lambda log: log.write(text))
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Show what the body does each time that it has taken some seconds more."""
+        return busy(what, lambda text: self._show(f" {without_controls(text)}\n"))
 
     def release(self) -> None:
         """Write the lines that were held to the log."""
@@ -505,10 +515,13 @@ class Metrics:
     def log(self, text: str, *, brief: str | None = None) -> None:
         """Write `text` with the time to stdout and log.txt.
 
-        If stdout is a terminal, it shows `brief` instead, if given, and nothing if `brief` is
-        empty.
+        stdout shows `brief` instead, if given, and nothing if `brief` is empty.
         """
         self._console.log(text, brief=brief)
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Show on stdout what the body does each time that it has taken some seconds more."""
+        return self._console.busy(what)
 
     def step(self, record: StepRecord) -> None:
         """Store one step. If it ends a log interval or the run, print the line and flush."""
@@ -535,7 +548,8 @@ class Metrics:
         self.flush()
         line = {"iteration": evaluation.iteration, **evaluation.values}
         self._append(self._jsonl, json_line(line))
-        self._console.log(format_evaluation(evaluation), brief=format_brief_evaluation(evaluation))
+        short = format_brief_evaluation(evaluation)
+        self._console.log(format_evaluation(evaluation), terminal=short)
         now = self._clock()
         self._guard(lambda tracker: tracker.evaluation(evaluation, time=now, samples=self._samples))
 
@@ -615,7 +629,7 @@ class Metrics:
                 interval.timers, steps=interval.steps, option=self._logging.timing_log_option
             )
             line, brief = line + timers, brief + timers
-        self._console.line(line, brief=brief)
+        self._console.line(line, terminal=brief)
 
     def _seconds_left(self, last: StepRecord, *, now: float) -> float:
         # Wall-clock time includes evaluations and saves. The first step is excluded, since it warms
@@ -690,6 +704,10 @@ class NullMetrics(Metrics):
 
     def log(self, text: str, *, brief: str | None = None) -> None:
         """Ignore the text."""
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
 
     def step(self, record: StepRecord) -> None:
         """Ignore the record."""

@@ -6,6 +6,7 @@ import io
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,8 @@ def test_time_left_counts_evaluations_but_not_the_first_step(tmp_path: Path) -> 
 def test_formula_is_named_once_with_the_peak(tmp_path: Path) -> None:
     metrics, stream = make_metrics(tmp_path, formula="6 N per token", peak_tflops=312.0)
     metrics.close()
-    assert stream.getvalue().count("6 N per token") == 1 and "312 TFLOP/s" in stream.getvalue()
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("6 N per token") == 1 and "312 TFLOP/s" in log and stream.getvalue() == ""
 
 
 def test_log_has_no_control_characters(tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_terminal_without_unicode_shows_something(tmp_path: Path) -> None:
     assert "naïve" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
 
-def test_a_terminal_gets_short_lines_and_the_log_all(tmp_path: Path) -> None:
+def test_stdout_gets_a_few_settings_a_terminal_short_lines_and_the_log_all(tmp_path: Path) -> None:
     def run(folder: Path, stream: io.StringIO) -> str:
         metrics, _ = make_metrics(
             folder, log_interval=2, stream=stream, bar=False, formula="6 N per token"
@@ -131,9 +133,11 @@ def test_a_terminal_gets_short_lines_and_the_log_all(tmp_path: Path) -> None:
     piped = run(tmp_path / "piped", io.StringIO())
     shown = run(tmp_path / "shown", _Terminal())
     log = (tmp_path / "shown" / "log.txt").read_text()
-    assert log == piped == (tmp_path / "piped" / "log.txt").read_text()
+    assert log == (tmp_path / "piped" / "log.txt").read_text()
     assert "every setting" in log and log.count("number of nan iterations") == 2
-    assert "a few settings" not in log
+    assert "a few settings" not in log and "6 N per token" in log
+    assert piped.splitlines()[0].endswith("] a few settings")
+    assert piped.splitlines()[1:] == log.splitlines()[-3:]
     _, *lines = shown.splitlines()
     assert max(map(len, lines)) < 120 and "6 N per token" not in shown
     assert lines[0] == (
@@ -142,6 +146,20 @@ def test_a_terminal_gets_short_lines_and_the_log_all(tmp_path: Path) -> None:
     )
     assert "| skipped 1 |" in lines[1]
     assert lines[2].endswith("] validation loss at step 4: 5.0000, perplexity 148.4")
+
+
+def test_what_takes_long_is_told_on_stdout_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.busy.SECONDS", 1e-3)
+    metrics, stream = make_metrics(tmp_path)
+    with metrics.busy("save\x1b[2J"):
+        while "save: 0 s so far\n" not in stream.getvalue():
+            time.sleep(1e-3)
+    told = stream.getvalue()
+    time.sleep(5e-3)
+    metrics.close()
+    assert stream.getvalue() == told and not (tmp_path / "log.txt").exists()
 
 
 def test_null_metrics_has_all_methods_and_does_nothing(tmp_path: Path) -> None:

@@ -83,6 +83,6 @@ def train(
 
 
 def metrics_of(run_dir: Path, key: str = "lm_loss") -> list[Any]:
-    """One value for each line of metrics.jsonl that has this key."""
+    """One value for each line of metrics.jsonl that has this key, but for the lines of starts."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line[key] for line in lines if key in line]
+    return [line[key] for line in lines if key in line and "ranks" not in line]
