@@ -11,10 +11,9 @@ refuse() {
 }
 require_count() { [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || refuse "$1=$2: must be a whole number, 1 or more"; }
 
-# Sets PYTHON, unless it is given: the active virtual environment, or .venv, or python3. Refuses one
-# in which the package is not installed, or not yet to the end.
+# Sets PYTHON, unless it is given: the active virtual environment, or .venv, or python3.
 choose_python() {
-  local folder lacking
+  local folder
   if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
     for folder in "$repo/.venv" "${VIRTUAL_ENV:-}"; do
@@ -22,12 +21,17 @@ choose_python() {
     done
   fi
   command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: not found"
-  lacking=$("$PYTHON" -c 'import sys
+}
+
+# Refuses a PYTHON in which the package is not installed, or not to the end.
+require_packages() {
+  local said
+  said=$("$PYTHON" -c 'import sys
 from importlib.util import find_spec
-print(*(name for name in sys.argv[1:] if find_spec(name) is None))' torch numpy safetensors yaml tqdm 2>&1) ||
-    refuse "PYTHON=$PYTHON: does not start: ${lacking##*$'\n'}"
-  [[ -z $lacking ]] ||
-    refuse "PYTHON=$PYTHON: lacks ${lacking// /, }; finish its installation (pip install .), or set PYTHON to another"
+lacking = [name for name in sys.argv[1:] if find_spec(name) is None]
+way_out = "; finish its installation (pip install .), or set PYTHON to another"
+sys.exit("lacks " + ", ".join(lacking) + way_out if lacking else 0)' \
+    torch numpy safetensors yaml tqdm 2>&1) || refuse "PYTHON=$PYTHON: ${said##*$'\n'}"
 }
 
 # Prints how many GPUs the machine has.

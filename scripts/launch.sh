@@ -295,6 +295,7 @@ trap 'say "left while it started; the same command begins again"; exit 75' TERM 
 # A wrong setting is told here, once, with its own exit code and before any rank is started.
 resolved=
 if [[ -z ${PROGRAM:-} ]]; then
+  require_packages
   resolved=$(RANK=0 WORLD_SIZE=$world LOCAL_RANK=0 "$PYTHON" "${program[@]}" --dry-run) || exit
 fi
 needs_mpi=false

@@ -276,6 +276,19 @@ def test_hooks_fetch_nothing() -> None:
     assert {hook["language"] for hook in hooks["repos"][0]["hooks"]} == {"system"}
 
 
+def test_a_python_that_is_not_installed_to_the_end_is_one_line(tmp_path: Path) -> None:
+    """-S leaves out all installed packages."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    refused = _shell("env", f"PYTHON={python}", REPO / "scripts" / "launch.sh", "--", "--mock-data")
+    assert refused.returncode == 2 and refused.stdout == "", refused.stderr
+    assert refused.stderr == (
+        f"launch.sh: PYTHON={python}: lacks torch, numpy, safetensors, yaml, tqdm; finish its "
+        "installation (pip install .), or set PYTHON to another\n"
+    )
+
+
 def test_quickstart_shows_its_help_and_refuses_an_absent_python(tmp_path: Path) -> None:
     script = REPO / "scripts" / "quickstart.sh"
     shown = _shell(script, "--help")

@@ -11,7 +11,8 @@
 #   --out FOLDER   output of ranks 1.. (rank-R.log) and counters.json    (a new temporary folder)
 #   --mpiexec PATH    MPICH's mpiexec starts the ranks; messages over UCX and TCP, none by memory
 # COMMAND finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-# GLOO_SOCKET_IFNAME set as torchrun would; rank 0 keeps stdout and stderr. When a rank fails, the
+# GLOO_SOCKET_IFNAME set as torchrun would, and OMP_NUM_THREADS as its share of the machine's cores
+# unless it is set; rank 0 keeps stdout and stderr. When a rank fails, the
 # others are ended, and its exit code is the tool's (2: namespaces or shaping are not to be had).
 # Under mpiexec ranks learn their number from MPI, and all of them keep stdout and stderr.
 # counters.json has what the interface of each namespace had sent before and after, by its first rank;
@@ -177,10 +178,14 @@ counters() { # JSON list of what each namespace's interface has sent
   printf ']'
 }
 
+# Each rank seems to be alone on its node, and would take all cores for itself.
+threads=${OMP_NUM_THREADS:-$((ranks < $(nproc) ? $(nproc) / ranks : 1))}
+
 launch() { # RANK COMMAND...
   local rank=$1
   shift
-  exec ip netns exec "$me-$((rank - rank % node_ranks))" env RANK="$rank" WORLD_SIZE="$ranks" \
+  exec ip netns exec "$me-$((rank - rank % node_ranks))" env OMP_NUM_THREADS="$threads" \
+    RANK="$rank" WORLD_SIZE="$ranks" \
     LOCAL_RANK=$((rank % node_ranks)) LOCAL_WORLD_SIZE="$node_ranks" MASTER_ADDR=10.77.0.1 \
     MASTER_PORT=29500 GLOO_SOCKET_IFNAME=net0 "$@"
 }
