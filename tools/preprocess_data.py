@@ -107,8 +107,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument("--tokenizer-type", required=True, help=", ".join(TOKENIZER_TYPES))
-    tokenizer.add_argument("--vocab-file", metavar="PATH", help="GPT2BPETokenizer: vocab.json")
-    tokenizer.add_argument("--merge-file", metavar="PATH", help="GPT2BPETokenizer: merges.txt")
+    tokenizer.add_argument(
+        "--vocab-file", metavar="PATH", help="GPT2BPETokenizer: vocab.json or encoder.json"
+    )
+    tokenizer.add_argument(
+        "--merge-file", metavar="PATH", help="GPT2BPETokenizer: merges.txt or vocab.bpe"
+    )
     tokenizer.add_argument(
         "--tokenizer-model",
         metavar="PATH",

@@ -60,6 +60,10 @@ CASES: dict[str, PageCase] = {
     ),
     "scripts/test.sh": PageCase(typed="LINT=0 WORKERS=0 {} tests/test_layers.py"),
     # ---- gradient paths, parallelism -----------------------------------------------------------
+    "CONFIG=configs/gpt_tiny.yaml RANKS_PER_NODE=2 scripts/launch.sh": PageCase(
+        typed=f"{{}} {BRIEF}"
+    ),
+    "for path in 'dense": PageCase(instead={"--train-iters 100": BRIEF}),
     "python tools/prune_checkpoint.py RUN": PageCase(instead={"RUN": "runs/quickstart/dense"}),
     "python -m torch.distributed.run": PageCase(typed=f"{{}} {BRIEF} --train-iters 6"),
     "python tools/parity.py": PageCase(
@@ -73,6 +77,10 @@ CASES: dict[str, PageCase] = {
         },
     ),
     # ---- own data and model --------------------------------------------------------------------
+    "python tools/train_tokenizer.py": PageCase(instead={"--vocab-size 4096": "--vocab-size 270"}),
+    "CONFIG=configs/gpt_tiny.yaml RANKS_PER_NODE=2 RUN_DIR=runs/mybook": PageCase(
+        typed=f"{{}} {BRIEF}"
+    ),
     "RANKS_PER_NODE=8 scripts/gpt_124m.sh": PageCase(
         typed=f"{{}} {BRIEF}", instead={"RANKS_PER_NODE=8": "RANKS_PER_NODE=1"}
     ),

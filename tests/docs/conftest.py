@@ -37,10 +37,11 @@ def clone(folder: Path) -> None:
 
 
 def write_own_files(folder: Path) -> None:
-    """Write the reader's own files: a corpus, GPT-2's vocabulary, tasks, sentence pairs."""
+    """Write the reader's own files: a corpus, a book, GPT-2's vocabulary, tasks, sentence pairs."""
     texts = [" ".join(WORDS[i % 7 :] + WORDS[: i % 5]) for i in range(2000)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "corpus.jsonl").write_text(lines)
+    (folder / "mybook.txt").write_text("\n\n".join(texts))
     (folder / "lambada.jsonl").write_text("".join(lines.splitlines(keepends=True)[:5]))
     pair = {"paradigm": "order", "phenomenon": "islands", "good": "It is.", "bad": "Is it."}
     (folder / "blimp.jsonl").write_text(json.dumps(pair) + "\n")
