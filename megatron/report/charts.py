@@ -88,7 +88,7 @@ def comparison_charts(runs: Sequence[RunData], labels: Sequence[str]) -> list[Ch
         return _flat(replace(empty, title=f"Loss by {title}", x_label=title, x_unit=unit), placed)
 
     seconds = [_so_far(run, "step_seconds") for run in runs]
-    unit, size = _time_unit(max(max(total.values()) for total in seconds))
+    unit, size = time_unit(max(max(total.values()) for total in seconds))
     seconds = [{i: total / size for i, total in each.items()} for each in seconds]
     charts.append(loss_by(f"training time ({unit})", None, seconds))
     if any(run.steps["bytes_sent"] != runs[0].steps["bytes_sent"] for run in runs):
@@ -124,7 +124,7 @@ def _so_far(run: RunData, column: str) -> dict[int, float]:
     return {0: 0.0, **dict(zip(run.iterations, accumulate(values), strict=True))}
 
 
-def _time_unit(seconds: float) -> tuple[str, float]:
+def time_unit(seconds: float) -> tuple[str, float]:
     """Return the unit of an axis of so much time, and its seconds."""
     units = (("days", 86400), ("hours", 3600), ("minutes", 60))
     return next((unit for unit in units if seconds >= 2 * unit[1]), ("seconds", 1))

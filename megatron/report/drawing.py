@@ -38,7 +38,7 @@ MOST_VALUES = 60
 WIDTH = 5.0
 """Width in inches. A chart is so narrow that its text can be read on a telephone."""
 HEIGHT = 2.8
-LINE = 0.18
+LINE = 0.2
 """Inches of a line of the legend, by which a chart is higher."""
 LETTERS = 52
 """Letters of a title, or of a label in the legend, that fit into the width of a chart."""
@@ -120,8 +120,9 @@ class Chart:
     """Curves over the iterations of a run, or over what `x_label` names.
 
     `unit` is "" for counts such as 1.5k, "B" for bytes such as 2.5 MB, and None for other numbers;
-    `x_unit` is the same of the horizontal axis. The legend has the `last_values`. `marks` are iterations that get a red tick on the lower axis, named `mark_label` in the legend.
-    A logarithmic axis leaves out values that are not positive.
+    `x_unit` is the same of the horizontal axis. With `last_values` the legend has them. `marks` are
+    iterations that get a red tick on the lower axis, named `mark_label` in the legend. A
+    logarithmic axis leaves out values that are not positive.
     """
 
     title: str

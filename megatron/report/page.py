@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import zip_longest
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,8 +27,8 @@ _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _LONGEST_FIGURE = 24
 _FIGURE = re.compile(r"[-+~]?\d|(-|nan|-?inf|none|)$")
 """How the cells of a column of numbers begin."""
-_MOST_COLUMNS = 5
-"""Columns of a table that a telephone shows as a table."""
+_MOST_COLUMNS = 4
+"""Columns beside names that a telephone shows as a table; of more, each row is a block."""
 
 
 def run_page(run: RunData, *, written: str) -> str:
@@ -160,19 +159,21 @@ def table_card(
     """
     if not rows:
         return ""
-    is_wide = len(head) > _MOST_COLUMNS
+    # A shorter row below the figures is a remark.
+    columns = zip(*(row for row in rows if len(row) == len(rows[0])), strict=True)
+    kinds = ["number" * bool(head and all(map(_is_figure, cells))) for cells in columns]
+    is_wide = len(head) > _MOST_COLUMNS and not kinds[0]
+    kinds[0] = ""
     kind = ' class="wide"' * is_wide
     lines = [f'<section class="card"><h2>{escape(title)}</h2><table{kind}>']
-    columns = zip_longest(*rows, fillvalue="")
-    kinds = [" number" * bool(head and all(map(_is_figure, cells))) for cells in columns]
-    kinds[0] = ""
     if head:
         cells = zip(head, kinds, strict=False)
         lines.append(f"<tr>{''.join(_cell(cell, kind, tag='th') for cell, kind in cells)}</tr>")
+    heads = head[1:] if is_wide else [""] * len(kinds)
     for first, *others in rows:
         name, link = escape(first), (links or {}).get(first)
         name = name if link is None else f'<a href="{escape(link)}">{name}</a>'
-        cells = "".join(map(_cell, others, kinds[1:], head[1:] if is_wide else [""] * len(others)))
+        cells = "".join(map(_cell, others, kinds[1:], heads))
         lines.append(f"<tr><td>{name}</td>{cells}</tr>")
     return "\n".join([*lines, "</table></section>"])
 
@@ -183,7 +184,7 @@ def _is_figure(text: str) -> bool:
 
 def _cell(text: str, kind: str, head: str = "", *, tag: str = "td") -> str:
     """Return a cell; a text that is longer than a figure may wrap."""
-    kind += " text" * (tag == "td" and len(text) > _LONGEST_FIGURE)
-    found = f' class="{kind.strip()}"' if kind else ""
+    kind = "text" if tag == "td" and len(text) > _LONGEST_FIGURE else kind
+    found = f' class="{kind}"' if kind else ""
     found += f' data-head="{escape(head)}"' if head else ""
     return f"<{tag}{found}>{escape(text)}</{tag}>"
