@@ -170,13 +170,13 @@ class Chart:
         """Return the label of a curve in the legend, with its last value."""
         if not (self.last_values and series.in_legend and series.values):
             return series.label * series.in_legend
-        return f"{series.label or 'last'} {_number(series.values[-1][1], self.unit)}"
+        return f"{series.label or 'last'} {value_text(series.values[-1][1], self.unit)}"
 
     def _text(self, series: Series, point: tuple[float, float]) -> str:
         """Return the values of a point, after the name of its curve if there are several."""
         several = sum(each.read for each in self.series) > 1
-        x = f"{point[0]:,.0f}" if self.x_unit == "" else _number(point[0], self.x_unit)
-        return f"{series.label}, " * several + f"{x}: {_number(point[1], self.unit)}"
+        x = f"{point[0]:,.0f}" if self.x_unit == "" else value_text(point[0], self.x_unit)
+        return f"{series.label}, " * several + f"{x}: {value_text(point[1], self.unit)}"
 
     def _scale(self, axes: Axes) -> None:
         """Set the limits and the ticks of the vertical axis."""
@@ -254,7 +254,7 @@ class AreaChart:
         add_legend(figure, axes)
 
 
-def _number(value: float, unit: str | None) -> str:
+def value_text(value: float, unit: str | None) -> str:
     """Return a value with the unit of its axis."""
     if unit is None:
         return f"{value:.5g}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.report.charts import PALETTE, memory_unit, time_unit
 from megatron.report.drawing import (
     GREY,
+    HEIGHT,
     INK,
     PAPER,
     Chart,
@@ -17,6 +18,7 @@ from megatron.report.drawing import (
     add_legend,
     set_unit,
     tell,
+    value_text,
     wrapped,
 )
 from tools.studies.rows import StudyRow
@@ -32,7 +34,7 @@ EQUAL = 1.01
 MARKERS = "os^Dv"
 LONG = 20
 """Points from which a loss curve is drawn without its steep beginning."""
-ROW = 0.36
+ROW = 0.28
 """Inches of a group in the picture of the gaps: its name and, below it, its gap."""
 
 
@@ -116,21 +118,20 @@ class ParetoPicture:
             if max(costs) < EQUAL * min(costs):
                 axes.set_xlim(min(costs) / 1.5, max(costs) * 1.5)
         set_unit(axes.xaxis, self.cost.unit)
-        for number, front in enumerate(self.fronts()):
-            x, y = zip(*map(self._place, front), strict=True)
-            label = "_" if number else "Pareto front"
-            axes.step(x, y, where="post", color=INK, lw=1, label=label, zorder=1)
         names = [*self.colors]
         for group in self.groups:
             marker = MARKERS[names.index(group.name) // len(PALETTE) % len(MARKERS)]
             x, y = self._place(group)
             style = {"color": self.colors[group.name], "label": group.name, "markersize": 5}
             axes.plot(x, y, marker, linestyle="", **style)
-        for group in self.groups:
-            x, y = self._place(group)
-            tell(
-                axes, [(x, y)], [f"{group.name}: {y:+.4f} at {axes.xaxis.get_major_formatter()(x)}"]
-            )
+            text = f"{group.name}: {y:+.4f} at {value_text(x, self.cost.unit)}"
+            tell(axes, [(x, y)], [text])
+        right = axes.get_xlim()[1]
+        axes.set_xlim(right=right)
+        for number, front in enumerate(self.fronts()):
+            x, y = zip(*map(self._place, front), strict=True)
+            style = {"color": INK, "linewidth": 1, "label": "_" if number else "Pareto front"}
+            axes.step([*x, right], [*y, y[-1]], where="post", zorder=1, **style)
         add_legend(figure, axes)
 
     def _place(self, group: SeedGroup) -> tuple[float, float]:
@@ -157,7 +158,7 @@ class GapPicture:
 
     def draw(self, figure: Figure) -> None:
         """Draw the gaps, each below its name; a hollow point has the error of one seed."""
-        figure.set_figheight(0.8 + ROW * len(self.groups))
+        figure.set_figheight(max(HEIGHT, 0.8 + ROW * len(self.groups)))
         axes = figure.add_subplot()
         axes.set_title(wrapped(self.title))
         left = axes.get_yaxis_transform()
