@@ -167,7 +167,7 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _step_milliseconds(run: RunData) -> list[float]:
-    return _smoothed([1000 * seconds for seconds in run.steps["step_seconds"]])
+    return [1000 * seconds for seconds in run.steps["step_seconds"]]
 
 
 def _with_mean(
@@ -176,7 +176,7 @@ def _with_mean(
     raw = Series(label=label, x=run.iterations, y=values, color=color)
     window = smoothing_window(len(values))
     if len(set(values)) == 1:
-        return [replace(raw, label="")]
+        return [replace(raw, label=label.removeprefix("each step"))]
     if window == 1:
         return [raw]
     mean = replace(raw, label=f"mean of {window} steps", y=smooth(values, window))
@@ -229,7 +229,8 @@ def _path_chart(name: str, points: Points) -> Chart:
 
 def _step_time_chart(run: RunData) -> Chart:
     """Draw the time of a step and of its longest phases, one per available colour."""
-    series = [Series(label="step", x=run.iterations, y=_step_milliseconds(run), color=PALETTE[0])]
+    steps = _smoothed(_step_milliseconds(run))
+    series = [Series(label="step", x=run.iterations, y=steps, color=PALETTE[0])]
     longest = sorted(run.phases, key=lambda name: -max(v for _, v in run.phases[name]))
     for name, color in zip(longest, PALETTE[1:], strict=False):
         scaled = [(i, 1000 * seconds) for i, seconds in run.phases[name]]

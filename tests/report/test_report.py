@@ -290,4 +290,6 @@ def test_a_constant_curve_has_no_mean_and_the_page_follows_the_colour_scheme(
     assert len(values) == MOST_VALUES and values[-1] == "mean of 3 steps, 100: 2.015"
     assert "@media (prefers-color-scheme: dark)" in page
     drawn = page[page.index("<svg") :]
-    assert not re.search("[ :]#(1f2937|6b7280)", drawn) and "var(--muted, #6b7280)" in drawn
+    assert (
+        not re.search("(fill|stroke): #(1f2937|6b7280)", drawn) and "var(--muted, #6b7280)" in drawn
+    )
