@@ -82,7 +82,7 @@ def _main(options: argparse.Namespace, sbatch: Sequence[str]) -> int:
             print(f"{run.name:40} {'done' if run.name in done else ''}".rstrip())
         return 0
     if options.report:
-        return _report(study, rows, options.out or work, options.against)
+        return _report(study, rows, options.out or work, options.against, runs=work / "runs")
     if options.text_folder is not None:
         if study.vocabulary is None:
             raise ConfigError(f"--text-folder: {study.path} has no vocabulary to train on it")
@@ -151,7 +151,9 @@ def _collect(execution: Execution, results: Path, *, write: bool) -> list[StudyR
     return list(found.values())
 
 
-def _report(study: DeclaredStudy, rows: Sequence[StudyRow], out: Path, against: Path | None) -> int:
+def _report(
+    study: DeclaredStudy, rows: Sequence[StudyRow], out: Path, against: Path | None, *, runs: Path
+) -> int:
     if not rows:
         raise ConfigError(f"{study.path}: no run has a result yet; start without --report")
     if against is not None and not against.is_file():
@@ -159,7 +161,7 @@ def _report(study: DeclaredStudy, rows: Sequence[StudyRow], out: Path, against: 
     report = report_of(study, rows, against)
     if against is not None and not report.repeated:
         raise ConfigError(f"--against {against}: has no row of the same runs and settings")
-    for path in write_report(report, out):
+    for path in write_report(report, out, runs):
         print(path)
     return 0
 

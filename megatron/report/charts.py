@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from megatron.metrics.logger import PER_SECOND
-from megatron.report.drawing import Chart, Series, smooth, smoothing_window
+from megatron.report.drawing import GREY, Chart, Series, smooth, smoothing_window
 from megatron.report.runs import RunData
 
 BLUE, ORANGE, GREEN, PURPLE, RED, TEAL = (
@@ -63,29 +63,71 @@ def loss_chart(run: RunData) -> Chart:
 
 
 def comparison_charts(runs: Sequence[RunData], labels: Sequence[str]) -> list[Chart]:
-    """Draw the losses of several runs, then again without the beginning; validation is dashed."""
-    series = _overlaid(runs, labels, lambda run: _smoothed(run.steps["loss"]))
-    for run, curve in zip(runs, series[:], strict=True):
-        name = "validation" if run is runs[-1] else ""
-        series += _points(run.evaluations["valid"], label=name, color=curve.color, dashed=True)
+    """Draw the losses of several runs by iteration, training time and bytes, and the differences.
+
+    Of long runs, losses by time and bytes are without the steep beginning. Bytes are drawn where
+    the runs differ in them.
+    """
+    curves = _overlaid(runs, labels, lambda run: run.steps["loss"])
+    for number, run in enumerate(runs):
+        name, color = f"{labels[number]}, validation", curves[number][-1].color
+        valid = _points(run.evaluations["valid"], label=name, color=color, dashed=True)
+        curves[number] += [replace(each, in_legend=False) for each in valid]
+    dashed = [Series(label="dashed: validation", x=[], y=[], color=GREY, dashed=True)]
+    dashed *= any(run.evaluations["valid"] for run in runs)
     longest = max((run.iterations for run in runs), key=len)
-    charts = _whole_and_end(Chart("Loss", series, from_zero=False, y_label=_nats(runs[0])), longest)
-    times = _overlaid(runs, labels, _step_milliseconds)
-    charts.append(Chart("Step time (ms)", times))
+    empty = Chart("Loss", dashed, from_zero=False, y_label=_nats(runs[0]), last_values=False)
+    charts = _whole_and_end(_flat(empty, curves), longest)
+    first = longest[len(longest) // 5 - 1] if len(charts) > 1 else -1
+
+    def loss_by(title: str, unit: str | None, totals: Sequence[Mapping[int, float]]) -> Chart:
+        placed = [
+            [each.after(first).placed(total) for each in found]
+            for found, total in zip(curves, totals, strict=True)
+        ]
+        return _flat(replace(empty, title=f"Loss by {title}", x_label=title, x_unit=unit), placed)
+
+    seconds = [_so_far(run, "step_seconds") for run in runs]
+    unit, size = time_unit(max(max(total.values()) for total in seconds))
+    seconds = [{i: total / size for i, total in each.items()} for each in seconds]
+    charts.append(loss_by(f"training time ({unit})", None, seconds))
     if any(run.steps["bytes_sent"] != runs[0].steps["bytes_sent"] for run in runs):
-        sent = _overlaid(runs, labels, lambda run: list(accumulate(run.steps["bytes_sent"])))
-        charts.append(Chart("Bytes sent so far, one rank", sent, unit="B"))
-    return charts
+        sent = [_so_far(run, "bytes_sent") for run in runs]
+        charts.append(loss_by("bytes sent so far, one rank", "B", sent))
+    times = _overlaid(runs, labels, _step_milliseconds, raw=False)
+    charts.append(_flat(Chart("Step time (ms)", [], last_values=False), times))
+    return [*charts, *_differences(runs, labels)]
 
 
-def difference_chart(first: RunData, other: RunData, label: str) -> Chart:
-    """Draw the absolute difference of two runs' losses where both have a step."""
-    losses = dict(zip(other.iterations, other.steps["loss"], strict=True))
-    steps = zip(first.iterations, first.steps["loss"], strict=True)
-    found = {i: abs(loss - losses[i]) for i, loss in steps if i in losses}
-    log = any(difference > 0 for difference in found.values() if math.isfinite(difference))
-    series = [Series(x=[*found], y=[*found.values()], color=PURPLE)]
-    return Chart(label, series, log=log)
+def _differences(runs: Sequence[RunData], labels: Sequence[str]) -> list[Chart]:
+    """Draw the absolute differences to the losses of the first run, where both have a step."""
+    first = dict(zip(runs[0].iterations, runs[0].steps["loss"], strict=True))
+
+    def distances(run: RunData) -> list[float]:
+        steps = zip(run.iterations, run.steps["loss"], strict=True)
+        return [abs(loss - first.get(i, math.nan)) for i, loss in steps]
+
+    log = any(value > 0 for run in runs[1:] for value in distances(run) if math.isfinite(value))
+    chart = Chart(f"|loss - loss of {labels[0]}|", [], log=log, last_values=False)
+    return [_flat(chart, _overlaid(runs, labels, distances)[1:])]
+
+
+def _flat(chart: Chart, curves: Sequence[Sequence[Series]]) -> Chart:
+    """Return the chart with the curves of all runs behind its own, the faint ones first."""
+    found = [each for of_run in curves for each in of_run]
+    return replace(chart, series=[*sorted(found, key=lambda each: each.read), *chart.series])
+
+
+def _so_far(run: RunData, column: str) -> dict[int, float]:
+    """Return the sum of a column up to each iteration."""
+    values = (value if math.isfinite(value) else 0.0 for value in run.steps[column])
+    return {0: 0.0, **dict(zip(run.iterations, accumulate(values), strict=True))}
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit of an axis of so much time, and its seconds."""
+    units = (("days", 86400), ("hours", 3600), ("minutes", 60))
+    return next((unit for unit in units if seconds >= 2 * unit[1]), ("seconds", 1))
 
 
 def _whole_and_end(chart: Chart, iterations: Sequence[int]) -> list[Chart]:
@@ -100,13 +142,24 @@ def _nats(run: RunData) -> str:
 
 
 def _overlaid(
-    runs: Sequence[RunData], labels: Sequence[str], values: Callable[[RunData], Sequence[float]]
-) -> list[Series]:
-    """Return one curve for each run."""
-    return [
-        Series(label=label, x=run.iterations, y=values(run), color=PALETTE[i % len(PALETTE)])
-        for i, (run, label) in enumerate(zip(runs, labels, strict=True))
-    ]
+    runs: Sequence[RunData],
+    labels: Sequence[str],
+    values: Callable[[RunData], Sequence[float]],
+    *,
+    raw: bool = True,
+) -> list[list[Series]]:
+    """Return for each run its smoothed curve, after the faint one of all values with `raw`.
+
+    Later curves are thinner, so that they do not hide those with which they agree.
+    """
+    found: list[list[Series]] = []
+    for number, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        y, color = values(run), PALETTE[number % len(PALETTE)]
+        width = 3.0 - 1.8 * number / max(1, len(runs) - 1)
+        curve = Series(label=label, x=run.iterations, y=_smoothed(y), color=color, width=width)
+        faint = replace(curve, y=y, width=0.7, opacity=0.3, read=False, in_legend=False)
+        found.append([faint, curve] if raw and smoothing_window(len(y)) > 1 else [curve])
+    return found
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
@@ -114,7 +167,7 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _step_milliseconds(run: RunData) -> list[float]:
-    return _smoothed([1000 * seconds for seconds in run.steps["step_seconds"]])
+    return [1000 * seconds for seconds in run.steps["step_seconds"]]
 
 
 def _with_mean(
@@ -122,10 +175,12 @@ def _with_mean(
 ) -> list[Series]:
     raw = Series(label=label, x=run.iterations, y=values, color=color)
     window = smoothing_window(len(values))
+    if len(set(values)) == 1:
+        return [replace(raw, label=label.removeprefix("each step"))]
     if window == 1:
         return [raw]
     mean = replace(raw, label=f"mean of {window} steps", y=smooth(values, window))
-    return [replace(raw, width=0.8, opacity=0.35), mean]
+    return [replace(raw, width=0.8, opacity=0.55, read=False), mean]
 
 
 def _points(
@@ -174,7 +229,8 @@ def _path_chart(name: str, points: Points) -> Chart:
 
 def _step_time_chart(run: RunData) -> Chart:
     """Draw the time of a step and of its longest phases, one per available colour."""
-    series = [Series(label="step", x=run.iterations, y=_step_milliseconds(run), color=PALETTE[0])]
+    steps = _smoothed(_step_milliseconds(run))
+    series = [Series(label="step", x=run.iterations, y=steps, color=PALETTE[0])]
     longest = sorted(run.phases, key=lambda name: -max(v for _, v in run.phases[name]))
     for name, color in zip(longest, PALETTE[1:], strict=False):
         scaled = [(i, 1000 * seconds) for i, seconds in run.phases[name]]
@@ -185,9 +241,14 @@ def _step_time_chart(run: RunData) -> Chart:
 
 def _memory_chart(run: RunData) -> Chart:
     largest = max(run.finite("peak_memory_bytes"), default=0)
-    unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+    unit, size = memory_unit(largest)
     peaks = [peak / size for peak in run.steps["peak_memory_bytes"]]
     return Chart(f"Peak memory, one rank ({unit})", _line(run, peaks))
+
+
+def memory_unit(largest: float) -> tuple[str, int]:
+    """Return the unit of an axis of memory up to `largest` bytes, and its size in bytes."""
+    return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 
 
 def _skipped_chart(run: RunData) -> Chart:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
-from megatron.metrics.log_line import timestamp
-from megatron.report.charts import comparison_charts, difference_chart
+from megatron.metrics.log_line import byte_size, memory_size, three_digits, timestamp
+from megatron.report.charts import comparison_charts
 from megatron.report.drawing import can_draw, write_png
-from megatron.report.facts import differing_settings, peak_memory, sent, training_time
-from megatron.report.page import comparison_page
+from megatron.report.facts import (
+    bytes_sent,
+    differing_settings,
+    logged_loss,
+    median_step,
+    peak_memory,
+    training_time,
+)
+from megatron.report.page import comparison_page, link_to
 from megatron.report.runs import RunData
-from megatron.report.writing import write_page
+from megatron.report.writing import REPORT, write_page
 
 COMPARISON = "comparison"
 
@@ -49,11 +55,11 @@ class Comparison:
             missing = f"; steps only in the first: {self.only_in_first}, "
             missing += f"only in the second: {self.only_in_second}"
         if self.first_difference is None:
-            within = "" if self.max_difference == 0 else f" (at most {self.max_difference:.6g})"
+            within = "" if self.max_difference == 0 else f" (at most {self.max_difference:.2g})"
             return f"{self.common} common steps, no loss differs{within}{missing}"
         return (
             f"{self.common} common steps, first differing step {self.first_difference}, "
-            f"max difference {self.max_difference:.6g} at step {self.max_at}{missing}"
+            f"max difference {self.max_difference:.2g} at step {self.max_at}{missing}"
         )
 
 
@@ -82,15 +88,16 @@ def write_comparison(runs: Sequence[RunData], folder: str | Path) -> Path:
     folder = Path(folder)
     labels = _labels(runs)
     charts = comparison_charts(runs, labels)
-    charts += [
-        difference_chart(runs[0], run, f"|loss of {labels[0]} - loss of {label}|")
-        for run, label in zip(runs[1:], labels[1:], strict=True)
-    ]
     path = folder / f"{COMPARISON}.html"
     rows = _rows(runs, labels)
     title = " / ".join(labels)
     settings = [("setting", *labels), *differing_settings(runs)]
-    page = comparison_page(title, charts, rows, settings, written=timestamp(time.time()))
+    links = {
+        label: link_to(run.folder / REPORT, folder)
+        for run, label in zip(runs, labels, strict=True)
+        if (run.folder / REPORT).is_file()
+    }
+    page = comparison_page(title, charts, rows, settings, links, written=timestamp(time.time()))
     write_page(path, page)
     if can_draw():
         write_png(charts[0], folder / f"{COMPARISON}.png")
@@ -111,23 +118,31 @@ def _labels(runs: Sequence[RunData]) -> list[str]:
 
 def _rows(runs: Sequence[RunData], labels: Sequence[str]) -> list[tuple[str, ...]]:
     rows = [
-        ("run", "steps", "final loss", "validation loss", "time", "median step")
+        ("run", "steps", "training loss", "validation loss", "time", "median step")
         + ("sent", "peak memory", "restarts", "against the first")
     ]
     for run, label in zip(runs, labels, strict=True):
-        valid, steps = run.evaluations["valid"], run.finite("step_seconds")
+        valid = run.evaluations["valid"]
+        seconds, peak = median_step(run), peak_memory(run)
         rows.append(
             (
                 label,
                 f"{len(run.iterations):,}",
-                f"{run.last('loss'):.6f}",
-                f"{valid[-1][1]:.6f}" if valid else "-",
+                f"{logged_loss(run)[0]:.4f}",
+                f"{valid[-1][1]:.4f}" if valid else "-",
                 training_time(run),
-                f"{1000 * median(steps):.1f} ms" if steps else "-",
-                sent(run),
-                peak_memory(run),
+                f"{1000 * seconds:.1f} ms{_ratio(run, runs[0], median_step)}" if seconds else "-",
+                byte_size(bytes_sent(run)) + _ratio(run, runs[0], bytes_sent),
+                f"{memory_size(peak)}{_ratio(run, runs[0], peak_memory)}" if peak else "-",
                 str(run.restarts),
                 "" if run is runs[0] else compare(runs[0], run).describe(),
             )
         )
     return rows
+
+
+def _ratio(run: RunData, first: RunData, value: Callable[[RunData], float]) -> str:
+    """Return a value of a run over that of the first one, to be put behind the value."""
+    if run is first or not value(first):
+        return ""
+    return f" (x{three_digits(value(run) / value(first))})"

@@ -32,19 +32,18 @@ _PATH_PREFIXES = (
 
 RUNS_ON = ("ranks", "nodes", "threads", "backend", "network")
 """Keys of environment.json that say what the ranks run on."""
+_ENVIRONMENT = {"job": "environment variables"}
+"""Names of keys of environment.json for readers, where they are not the keys themselves."""
 
 
 def tiles(run: RunData) -> list[tuple[str, str, str]]:
     """Return the headline figures: (name, figure, remark)."""
-    count = len(run.iterations)
+    count, peak = len(run.iterations), peak_memory(run)
     speeds = [v for v in run.finite(PER_SECOND) if v > 0]
-    figures = [
-        (
-            "training loss",
-            _loss(run.last(LOSS)),
-            f"iteration {run.iterations[-1]:,}" if count else "",
-        )
-    ]
+    loss, steps = logged_loss(run)
+    of_steps = f"mean of {steps} steps, " * (steps > 1)
+    remark = f"{of_steps}iteration {run.iterations[-1]:,}" if count else ""
+    figures = [("training loss", _loss(loss), remark)]
     for kind, name in (("valid", "validation"), ("test", "test")):
         if run.evaluations[kind]:
             loss = run.evaluations[kind][-1][1]
@@ -58,8 +57,8 @@ def tiles(run: RunData) -> list[tuple[str, str, str]]:
         (run.unit, scaled(math.fsum(run.finite(COUNTED))).strip(), f"{count:,} steps"),
         ("training time", training_time(run), "without evaluations"),
         (f"{run.unit}/s", scaled(median(speeds)).strip() if speeds else "-", "median step"),
-        ("sent", sent(run), "one rank, of gradients"),
-        ("peak memory", peak_memory(run), "one rank"),
+        ("sent", byte_size(bytes_sent(run)), "one rank, of gradients"),
+        ("peak memory", memory_size(peak) if peak else "-", "one rank"),
     ]
     return figures
 
@@ -69,15 +68,36 @@ def training_time(run: RunData) -> str:
     return duration(math.fsum(run.finite("step_seconds")))
 
 
-def sent(run: RunData) -> str:
+def bytes_sent(run: RunData) -> float:
     """Return the bytes that one rank has sent."""
-    return byte_size(math.fsum(run.finite("bytes_sent")))
+    return math.fsum(run.finite("bytes_sent"))
 
 
-def peak_memory(run: RunData) -> str:
-    """Return the largest memory of a rank."""
-    peaks = run.finite("peak_memory_bytes")
-    return memory_size(max(peaks)) if peaks else "-"
+def peak_memory(run: RunData) -> float:
+    """Return the largest memory of a rank in bytes; 0 if none is known."""
+    return max(run.finite("peak_memory_bytes"), default=0.0)
+
+
+def median_step(run: RunData) -> float:
+    """Return the median seconds of a step; 0 if none is known."""
+    steps = run.finite("step_seconds")
+    return median(steps) if steps else 0.0
+
+
+def logged_loss(run: RunData) -> tuple[float, int]:
+    """Return the loss in the last line of the log, and the steps that the line covers.
+
+    As there (`megatron.metrics.record.summarize`), it is the mean over the applied steps of the
+    last log interval of the last start, or over all steps if none was applied.
+    """
+    interval = run.config.get("log_interval")
+    interval = interval if isinstance(interval, int) and interval > 0 else 1
+    last = run.iterations[-1] if run.iterations else 0
+    first = max((last - 1) // interval * interval, *(i for i in run.loaded if i < last), 0)
+    columns = zip(run.iterations, run.steps[LOSS], run.steps["skipped"], strict=True)
+    steps = [(loss, skipped) for i, loss, skipped in columns if i > first]
+    losses = [loss for loss, skipped in steps if not skipped > 0] or [loss for loss, _ in steps]
+    return (sum(losses) / len(losses) if losses else math.nan), len(steps)
 
 
 def run_table(run: RunData) -> list[tuple[str, str]]:
@@ -108,7 +128,9 @@ def run_table(run: RunData) -> list[tuple[str, str]]:
     ]
     if run.unreadable_lines:
         rows.append(("unreadable metrics lines", str(run.unreadable_lines)))
-    return rows + [(key, value) for key, value in run.environment.items() if value]
+    return rows + [
+        (_ENVIRONMENT.get(key, key), value) for key, value in run.environment.items() if value
+    ]
 
 
 def _earlier_ranks(run: RunData) -> list[tuple[str, str]]:
@@ -135,9 +157,10 @@ def _throughput(means: object) -> list[tuple[str, str]]:
         )
     if "flops_per_second" in known:
         peak = "" if share is None else f", {share:.1f}% of its peak"
-        rate = flop_rate(known["flops_per_second"])
-        passes = 4 if known.get("recomputed", True) else 3
-        rows.append(("one rank", f"{rate}{peak} (AxoNN, Eq. 3: {passes} passes)"))
+        unit, _, rate = flop_rate(known["flops_per_second"]).partition(": ")
+        forward = "forward twice" if known.get("recomputed", True) else "forward"
+        counted = f"{forward} and backward; AxoNN, Eq. 3"
+        rows.append(("rate of one rank", f"{rate} {unit}{peak} ({counted})"))
     return rows
 
 

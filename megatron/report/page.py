@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from megatron.report.charts import run_charts
 from megatron.report.drawing import NEEDS_MATPLOTLIB, Chart, Picture, as_svg, can_draw
@@ -21,7 +24,11 @@ from megatron.report.runs import RunData
 
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
-_LONGEST_FIGURE = 16
+_LONGEST_FIGURE = 24
+_FIGURE = re.compile(r"[-+~]?\d|(-|nan|-?inf|none|)$")
+"""How the cells of a column of numbers begin."""
+_MOST_COLUMNS = 4
+"""Columns beside names that a telephone shows as a table; of more, each row is a block."""
 
 
 def run_page(run: RunData, *, written: str) -> str:
@@ -35,6 +42,7 @@ def run_page(run: RunData, *, written: str) -> str:
         '<div class="tables">',
         table_card("Run", run_table(run)),
         table_card("Configuration", config_table(run)),
+        "<div>",
         table_card(
             "Step time by phase",
             phase_table(run),
@@ -45,7 +53,7 @@ def run_page(run: RunData, *, written: str) -> str:
             evaluation_table(run),
             head=("iteration", "set", "loss", *(name.replace("_", " ") for name in evaluated(run))),
         ),
-        "</div>",
+        "</div></div>",
         _memory(run),
     ]
     if run.sample:
@@ -66,16 +74,17 @@ def comparison_page(
     charts: Sequence[Chart],
     rows: Sequence[Sequence[str]],
     settings: Sequence[Sequence[str]],
+    links: Mapping[str, str],
     *,
     written: str,
 ) -> str:
     """Return the page that compares runs.
 
     It has the `settings` that differ, the figures (`rows`), each with its heading first, and the
-    charts.
+    charts. `links` are the addresses of the runs' own reports by name.
     """
     differing = table_card("Settings that differ", settings[1:], head=tuple(settings[0]))
-    figures = table_card("Runs", rows[1:], head=tuple(rows[0]))
+    figures = table_card("Runs", rows[1:], head=tuple(rows[0]), links=links)
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
         differing or '<p class="card">No setting differs.</p>',
@@ -110,13 +119,10 @@ def _tiles(figures: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="tiles">{"".join(cards)}</div>'
 
 
-def chart_cards(
-    charts: Sequence[Picture], *, captions: Sequence[str] = (), wide: bool = False
-) -> str:
+def chart_cards(charts: Sequence[Picture], *, captions: Sequence[str] = ()) -> str:
     """Return the charts as pictures, or a note in their place; empty without charts.
 
-    `captions` are texts below the charts, one for each or none at all. With `wide`, each chart has
-    a line of its own, for those whose legend would be too small to read in columns.
+    `captions` are texts below the charts, one for each or none at all.
     """
     if charts and not can_draw():
         return f'<p class="card">The charts are left out: {escape(NEEDS_MATPLOTLIB)}.</p>'
@@ -125,7 +131,12 @@ def chart_cards(
         f'<div class="card">{as_svg(chart)}{text}</div>'
         for chart, text in zip(charts, texts, strict=True)
     )
-    return cards and f'<div class="charts{" wide" * wide}">{cards}</div>'
+    return cards and f'<div class="charts">{cards}</div>'
+
+
+def link_to(path: Path, folder: Path) -> str:
+    """Return the address of a file in a page that lies in `folder`."""
+    return quote(os.fsencode(os.path.relpath(path, folder)))
 
 
 def _memory(run: RunData) -> str:
@@ -135,18 +146,45 @@ def _memory(run: RunData) -> str:
     return table + (chart_cards(memory_charts(run.ledger)) if can_draw() else "")
 
 
-def table_card(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:
-    """Return a table with a title; empty without rows."""
+def table_card(
+    title: str,
+    rows: Sequence[Sequence[str]],
+    *,
+    head: Sequence[str] = (),
+    links: Mapping[str, str] | None = None,
+) -> str:
+    """Return a table with a title; empty without rows.
+
+    `links` are addresses by the text of a row's first cell.
+    """
     if not rows:
         return ""
-    lines = [f'<section class="card"><h2>{escape(title)}</h2><table>']
+    # A shorter row below the figures is a remark.
+    columns = zip(*(row for row in rows if len(row) == len(rows[0])), strict=True)
+    kinds = ["number" * bool(head and all(map(_is_figure, cells))) for cells in columns]
+    is_wide = len(head) > _MOST_COLUMNS and not kinds[0]
+    kinds[0] = ""
+    kind = ' class="wide"' * is_wide
+    lines = [f'<section class="card"><h2>{escape(title)}</h2><table{kind}>']
     if head:
-        lines.append(f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>")
-    lines += [f"<tr><td>{escape(row[0])}</td>{''.join(map(_cell, row[1:]))}</tr>" for row in rows]
+        cells = zip(head, kinds, strict=False)
+        lines.append(f"<tr>{''.join(_cell(cell, kind, tag='th') for cell, kind in cells)}</tr>")
+    heads = head[1:] if is_wide else [""] * len(kinds)
+    for first, *others in rows:
+        name, link = escape(first), (links or {}).get(first)
+        name = name if link is None else f'<a href="{escape(link)}">{name}</a>'
+        cells = "".join(map(_cell, others, kinds[1:], heads))
+        lines.append(f"<tr><td>{name}</td>{cells}</tr>")
     return "\n".join([*lines, "</table></section>"])
 
 
-def _cell(text: str) -> str:
+def _is_figure(text: str) -> bool:
+    return len(text) <= _LONGEST_FIGURE and _FIGURE.match(text) is not None
+
+
+def _cell(text: str, kind: str, head: str = "", *, tag: str = "td") -> str:
     """Return a cell; a text that is longer than a figure may wrap."""
-    kind = ' class="text"' if len(text) > _LONGEST_FIGURE else ""
-    return f"<td{kind}>{escape(text)}</td>"
+    kind = "text" if tag == "td" and len(text) > _LONGEST_FIGURE else kind
+    found = f' class="{kind}"' if kind else ""
+    found += f' data-head="{escape(head)}"' if head else ""
+    return f"<{tag}{found}>{escape(text)}</{tag}>"

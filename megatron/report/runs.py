@@ -85,10 +85,6 @@ class RunData:
         """Name of the folder."""
         return self.folder.resolve().name
 
-    def last(self, key: str) -> float:
-        """Return the value of the last step in a column, NaN if the step has none."""
-        return next(reversed(self.steps[key]), math.nan)
-
     def finite(self, key: str) -> list[float]:
         """Return the finite values of a column."""
         return [value for value in self.steps[key] if math.isfinite(value)]

@@ -101,8 +101,8 @@ def test_status_and_report_show_it(tmp_path: Path) -> None:
     rows = dict(run_table(read_run(tmp_path)))
     assert rows["mean step"] == "0.50 s (2 of the last start)"
     assert rows["300 billion tokens"] == "424 days (AxoNN, Eq. 2)"
-    counted = "TFLOP/s: 2458, 245.8% of its peak (AxoNN, Eq. 3: 4 passes)"
-    assert rows["one rank"] == counted
+    counted = "2458 TFLOP/s, 245.8% of its peak (forward twice and backward; AxoNN, Eq. 3)"
+    assert rows["rate of one rank"] == counted
 
 
 @pytest.mark.parametrize("text", ["null", "[1]", '{"steps": "x", "training_days": null}', "7"])

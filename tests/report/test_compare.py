@@ -78,7 +78,7 @@ def test_tool_writes_and_judges(
     output = tmp_path / "new" / "folder"
     assert main([str(first), str(other), "--assert-equal", "--output", str(output)]) == 1
     page = (output / "comparison.html").read_text()
-    assert "first differing step 2" in page and page.count("<svg") == 3
+    assert "first differing step 2" in page and page.count("<svg") == 4
     assert (first / "report.html").is_file() and (other / "report.html").is_file()
 
 
@@ -91,8 +91,8 @@ def test_settings_that_differ_come_first(first: Path, tmp_path: Path) -> None:
     assert main([str(first), str(other)]) == 0
     page = (first / "comparison.html").read_text()
     table = page[page.index("Settings that differ") : page.index("<h2>Runs</h2>")]
-    assert "<td>lr</td><td>0.1</td><td>0.2</td>" in table
-    assert "<td>radius interval</td><td>-</td><td>50</td>" in table
+    assert '<td>lr</td><td class="number">0.1</td><td class="number">0.2</td>' in table
+    assert '<td>radius interval</td><td class="number">-</td><td class="number">50</td>' in table
     assert "adam" not in table and page.index("<svg") > page.index("<h2>Runs</h2>")
     assert main([str(first), str(first)]) == 0
     assert "No setting differs." in (first / "comparison.html").read_text()

@@ -102,7 +102,7 @@ def test_marked_points_tell_their_values_and_marks_are_named() -> None:
     chart = Chart("T", [curve], marks=[7], mark_label="NaN")
     svg = as_svg(chart)
     assert re.findall("<title>(.*?)</title>", svg) == ["5: 2.5", "10: 1.25"]
-    assert {"a$b$ &lt;i&gt;", "NaN"} <= set(_labels(svg))
+    assert {"a$b$ &lt;i&gt; 1.25", "NaN"} <= set(_labels(svg))
     assert "NaN" not in _labels(as_svg(chart.after(8)))
 
 
@@ -123,5 +123,5 @@ def test_names_that_the_font_cannot_draw_and_long_ones_are_no_trouble() -> None:
     names = ["\u8a13\u7df4", "x\x01\udcff", "n" * 120]
     curves = [Series(x=[1, 2], y=[1, 2], color="#2563eb", label=name) for name in names]
     labels = _labels(as_svg(Chart(" / ".join(names), curves)))
-    assert names[0] in labels
+    assert f"{names[0]} 2" in labels
     assert max(map(len, labels)) <= 52

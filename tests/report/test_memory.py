@@ -72,7 +72,7 @@ def test_the_page_shows_the_section_of_a_run_with_a_ledger_alone(tmp_path: Path)
     (run / "ledger.json").write_text(json.dumps(LEDGER))
     page = write_report(run).read_text()
     assert "<h2>Memory of a training step</h2>" in page and "no formula &lt;i&gt;" in page
-    assert "<td>peak</td><td>10.000</td><td>12.346</td>" in page
+    assert '<td>peak</td><td class="number">10.000</td><td class="number">12.346</td>' in page
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     titles = re.findall(r'aria-label="([^"]*)"', page)
     assert titles[-2:] == ["Memory at the peak, tracked", "Memory over a step, tracked"]

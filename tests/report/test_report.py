@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.errors import ConfigError
 from megatron.report import read_run, write_report
 from megatron.report.charts import comparison_charts
 from megatron.report.comparison import write_comparison
+from megatron.report.drawing import MOST_VALUES
 from megatron.report.facts import tiles
 from megatron.status import Status, write_status
 from tests.metrics.helpers import evaluated, make_metrics, record
@@ -126,7 +128,9 @@ def test_the_last_loss_is_shown_even_if_it_is_no_number(tmp_path: Path, lost: fl
     run = read_run(make_run(tmp_path / "run", [3.0, 2.0, lost]))
     assert tiles(run)[0] == ("training loss", str(lost), "iteration 3")
     page = write_comparison([run, run], tmp_path).read_text()
-    assert f"<td>{lost}</td>" in page and "<td>2.000000</td>" in page  # of validation
+    cell = '<td class="number" data-head='
+    assert f'{cell}"training loss">{lost}</td>' in page
+    assert f'{cell}"validation loss">2.0000</td>' in page
 
 
 @pytest.mark.parametrize(
@@ -200,7 +204,10 @@ def test_step_time_is_told_by_phase_where_timers_were_read(tmp_path: Path) -> No
     titles = [c.attrib["aria-label"] for c in _svgs(page)]
     assert "Step time by phase (ms, slowest rank)" in titles
     assert "Bytes sent per step along TP, one rank" in titles
-    assert "<td>forward-backward</td><td>300.00</td><td>60.0 %</td>" in page
+    assert (
+        '<td>forward-backward</td><td class="number">300.00</td><td class="number">60.0 %</td>'
+        in page
+    )
     assert "<td>resumed from step</td><td>3</td>" in page
 
 
@@ -212,7 +219,77 @@ def test_a_comparison_shows_what_each_run_sent_only_where_that_differs(tmp_path:
         metrics.close()
     first, same, other = (read_run(tmp_path / name) for name in ("first", "same", "other"))
     of_equal = [chart.title for chart in comparison_charts([first, same], ["a", "b"])]
-    assert of_equal == ["Loss", "Step time (ms)"]
-    *_, sent_chart = comparison_charts([first, other], ["a", "b"])
-    assert sent_chart.title == "Bytes sent so far, one rank"
-    assert [curve.y for curve in sent_chart.series] == [[100, 200], [40, 80]]
+    by_time, difference = "Loss by training time (seconds)", "|loss - loss of a|"
+    assert of_equal == ["Loss", by_time, "Step time (ms)", difference]
+    charts = {chart.title: chart for chart in comparison_charts([first, other], ["a", "b"])}
+    sent_chart = charts["Loss by bytes sent so far, one rank"]
+    assert [curve.x for curve in sent_chart.series] == [[100, 200], [40, 80]]
+    assert [curve.x for curve in charts[by_time].series] == [[0.5, 1.0], [0.5, 1.0]]
+    assert [curve.y for curve in sent_chart.series] == [curve.y for curve in charts["Loss"].series]
+
+
+def test_each_run_of_a_comparison_is_seen_beside_those_it_agrees_with(tmp_path: Path) -> None:
+    losses = [10 / i for i in range(1, 201)]
+    runs = [read_run(make_run(tmp_path / name, losses)) for name in "ab"]
+    whole, end, by_time, *_ = comparison_charts(runs, ["a", "b"])
+    for chart in (whole, end, by_time):
+        faint, curves = chart.series[:2], chart.series[2:]
+        assert all(curve.opacity < 0.5 and not curve.read for curve in faint)
+        assert [c.label for c in curves if c.in_legend] == ["a", "b", "dashed: validation"]
+        assert curves[0].width > curves[2].width
+        for training, validation in (curves[:2], curves[2:4]):
+            assert validation.dashed and validation.color == training.color
+            assert validation.label == f"{training.label}, validation"
+    # Without the first 40 of 200 steps of half a second; the evaluation before the first is among
+    # them.
+    assert end.series[2].x[0] == 41 and by_time.series[2].x[0] == 20.5
+    assert list(by_time.series[3].x) == [100.0] and list(whole.series[3].x) == [0, 200]
+
+
+def test_a_comparison_has_ratios_to_the_first_run_and_links_to_reports(tmp_path: Path) -> None:
+    names = ("javascript:a&b", "second", "without")
+    for name, sent in zip(names, (1000, 130, 1000), strict=True):
+        metrics, _ = make_metrics(tmp_path / name, log_interval=10, train_iters=1)
+        metrics.step(record(1, train_iters=1, bytes_sent=sent))
+        metrics.close()
+    for name in names[:2]:
+        write_report(tmp_path / name)
+    runs = [read_run(tmp_path / name) for name in names]
+    page = write_comparison(runs, tmp_path / "second").read_text()
+    links = re.findall('<a href="([^"]*)">([^<]*)</a>', page)
+    first = ("../javascript%3Aa%26b/report.html", "javascript:a&amp;b")
+    assert links == [first, ("report.html", "second")]
+    cells = re.findall('data-head="sent">([^<]*)<', page)
+    assert cells == ["1.00 kB", "130 B (x0.13)", "1.00 kB (x1.00)"]
+    for head in ("median step", "peak memory"):
+        assert len(re.findall(rf'data-head="{head}">[^<]* \(x1.00\)<', page)) == 2
+
+
+def test_the_training_loss_is_that_of_the_last_line_of_the_log(tmp_path: Path) -> None:
+    run = make_run(tmp_path, [float(i) for i in range(1, 25)], skipped=(22,))
+    (run / "config.yaml").write_text("logging:\n  log_interval: 10\n")
+    logged = re.findall(r"lm loss: (\S+)", (run / "log.txt").read_text())
+    read = read_run(run)
+    assert tiles(read)[0] == ("training loss", "22.6667", "mean of 4 steps, iteration 24")
+    assert float(logged[-1]) == pytest.approx(22.6667, abs=1e-4)
+    # A start that resumed begins another interval; one batch is no mean.
+    resumed = replace(read, loaded=[10, 23])
+    assert tiles(resumed)[0] == ("training loss", "24.0000", "iteration 24")
+
+
+def test_a_constant_curve_has_no_mean_and_the_page_follows_the_colour_scheme(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    page = write_report(make_run(tmp_path / "run", [3.0 - i / 100 for i in range(100)])).read_text()
+    charts = {svg.attrib["aria-label"]: svg for svg in _svgs(page)}
+    sent = [text for text in charts["Bytes sent per step, one rank"].itertext() if "last" in text]
+    assert sent == ["last 3.10 MB"]
+    assert "mean of 3 steps 2.015" in "".join(charts["Loss"].itertext())
+    values = [text for text in charts["Loss"].itertext() if text.startswith("mean of 3 steps, ")]
+    assert len(values) == MOST_VALUES and values[-1] == "mean of 3 steps, 100: 2.015"
+    assert "@media (prefers-color-scheme: dark)" in page
+    drawn = page[page.index("<svg") :]
+    assert (
+        not re.search("(fill|stroke): #(1f2937|6b7280)", drawn) and "var(--muted, #6b7280)" in drawn
+    )

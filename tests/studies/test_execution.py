@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -572,4 +573,6 @@ def test_a_real_study_is_made_in_two_starts_and_reported(
     assert tool.main([str(path), *work, "--report", "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "study.html").read_text(encoding="utf-8")
     assert "Does the width of values cost loss?" in page and "dense_int4" in page
-    assert "| dense_int4 | 2 | 1 |" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert '<a href="../work/runs/dense-seed1/report.html">' in page
+    readme = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"\| dense_int4 \| \d.* \| 1 \| 2 \|", readme)

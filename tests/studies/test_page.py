@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.errors import ConfigError
+from megatron.report.charts import PALETTE
+from megatron.report.drawing import INK
 from tests.studies.files import row, write_study
+from tools.bench.common.page_files import MARK
 from tools.studies.declaration import read_study
 from tools.studies.page import StudyReport, caption, report_of, write_report
 from tools.studies.pictures import ParetoPicture, pictures_of
@@ -31,13 +35,16 @@ def report(folder: Path, *changes: tuple[str, str]) -> StudyReport:
 
 
 def test_tables_have_gaps_payloads_and_what_is_missing(tmp_path: Path) -> None:
-    write_report(report(tmp_path), tmp_path / "out")
+    found = report(tmp_path)
+    write_report(found, tmp_path / "out")
     page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "| dense_bf16 | 2 | 2 | 50 B | 1.000 |" in page
-    assert "| 5.1100 | +0.0100 | 0.0000 | none |" in page
-    assert "| dense_int4 | 2 | 0 (1 failed) | 13 B | 0.260 |" in page
-    assert "/ reference: over the payload of dense_bf16." in page
+    assert page.startswith(f"# {found.study.title}\n\nStudy: `study.yaml`.\n\n| run | loss | gap |")
+    costs = "50 B | 1.000 | 1.000 | 1000.0 | 977 KiB | 50% | 2 | 2 | none |"
+    assert f"| dense_bf16 | 5.1100 | +0.0100 | 0.0000 | {costs}" in page
+    assert "| dense_int4 | none |  |  | 13 B | 0.260 |" in page and "| 0 (1 failed) | 2 |" in page
     assert "Runs without a result: 1 (dense_int4-seed2)." in page
+    assert page.index("without a result") < page.index("Loss: validation loss at the end, nats")
+    assert "/ reference: over the payload of dense_bf16." in page
 
 
 def test_a_column_without_values_is_left_out_and_old_rows_are_named(tmp_path: Path) -> None:
@@ -51,7 +58,7 @@ def test_a_column_without_values_is_left_out_and_old_rows_are_named(tmp_path: Pa
         write_report(report_of(study, rows), tmp_path / "out")
         page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
         shown = "" if names == "all" else " step, ms | memory |"
-        assert f"| run | ranks | seeds | payload | / reference |{shown} clipped |" in page
+        assert f"| payload | / reference | entries |{shown} clipped | seeds | ranks |" in page
         assert ("Step: median" in page) == bool(shown)
         assert f"which held no step time, memory, commit and processor: {names}" in page
     assert "less that of dense (of dense_bf16 for dense_int4) of the same seed" in page
@@ -62,8 +69,8 @@ def test_a_reference_that_sends_nothing_relates_nothing(tmp_path: Path) -> None:
     groups = [replace(group, data_parallel=1) for group in found.groups]
     write_report(replace(found, groups=groups), tmp_path / "out")
     page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "| dense_bf16 | 2 | 2 | 1.000 of all | 1000.0 |" in page
-    assert "| payload | step, ms |" in page and "/ reference" not in page
+    assert "| dense_bf16 | 5.1100 | +0.0100 | 0.0000 | 1.000 | 1000.0 |" in page
+    assert "| error | entries | step, ms |" in page and "/ reference" not in page
 
 
 def test_another_page_is_not_replaced(tmp_path: Path) -> None:
@@ -73,7 +80,15 @@ def test_another_page_is_not_replaced(tmp_path: Path) -> None:
         write_report(found, tmp_path)
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == "# Mine\n"
     write_report(found, tmp_path / "out")
-    write_report(found, tmp_path / "out")  # its own page it does
+    write_report(found, tmp_path / "out")  # its own page it does, also without a title
+    page = tmp_path / "out" / "README.md"
+    page.write_text("Study: `study.yaml`. Loss: ...\n", encoding="utf-8")
+    write_report(found, tmp_path / "out")
+    # The head of a page that has one is its title.
+    page.write_text(f"# Mine\n\n{MARK}\n", encoding="utf-8")
+    write_report(found, tmp_path / "out")
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("# ")] == ["# Mine"]
 
 
 def test_pictures_name_what_they_leave_out(tmp_path: Path) -> None:
@@ -124,12 +139,34 @@ def test_shorter_runs_take_less_time_at_the_same_step(tmp_path: Path) -> None:
     assert "may have shared the machine" in caption(time, ", ".join)
 
 
-def test_each_picture_of_the_page_has_a_line_of_its_own(tmp_path: Path) -> None:
+def test_charts_of_the_page_have_one_size_and_the_front_a_name_and_no_runs_colour(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("matplotlib")
     write_report(report(tmp_path), tmp_path / "out")
     page = (tmp_path / "out" / "study.html").read_text(encoding="utf-8")
-    assert page.count('class="charts wide"') == 1 and 'class="charts"' not in page
-    assert ".charts.wide { grid-template-columns: 1fr; }" in page
+    charts = re.findall("<svg .*?</svg>", page, re.DOTALL)
+    assert {re.findall(r'width="([^"]*)"', chart)[0] for chart in charts} == {"360pt"}
+    titles = re.findall(r'"font-weight: 700; font-size: ([^;]*);[^>]*>([^<]*)<', "".join(charts))
+    assert len(titles) == len(charts) and {size for size, _ in titles} == {"11px"}
+    assert [chart.count(">Pareto front<") for chart in charts] == [1, 1, 1, 0, 0]
+    assert all(color != INK for color in PALETTE)
+    assert ">peak memory of a rank (MiB)<" in charts[2] and "977 KiB" in page
+    assert "<title>dense_bf16: +0.0100 at 50 B</title>" in charts[0]
+
+
+def test_the_page_has_curves_and_links_to_reports_that_exist(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = tmp_path / "work" / "runs"
+    (runs / "dense-seed1").mkdir(parents=True)
+    (runs / "dense-seed1" / "report.html").touch()
+    write_report(report(tmp_path), tmp_path / "out", runs)
+    page = (tmp_path / "out" / "study.html").read_text(encoding="utf-8")
+    link = '<a href="../work/runs/dense-seed1/report.html">dense-seed1</a>'
+    assert page.count("<a ") == 1 and link in page
+    assert 'aria-label="Training loss"' in page
+    figures, definitions = page.index("<h2>Runs</h2>"), page.index("What the columns mean")
+    assert figures < page.index("<svg ") < definitions < page.index("Loss: validation loss")
 
 
 def test_pictures_need_matplotlib_and_two_groups(tmp_path: Path) -> None:
@@ -137,4 +174,4 @@ def test_pictures_need_matplotlib_and_two_groups(tmp_path: Path) -> None:
     files = {path.name for path in write_report(report(tmp_path), tmp_path / "out")}
     assert files >= {"loss_by_bytes.png", "loss_by_time.png", "loss_by_memory.png", "gaps.png"}
     page = (tmp_path / "out" / "study.html").read_text(encoding="utf-8")
-    assert page.count("<svg ") == 4 and "dense_bf16" in page
+    assert page.count("<svg ") == 5 and "dense_bf16" in page

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 
 from megatron.errors import ConfigError
-from megatron.metrics.log_line import memory_size, timestamp
+from megatron.metrics.log_line import byte_size, memory_size, timestamp
 from megatron.report.drawing import can_draw, write_png
-from megatron.report.page import chart_cards, document, table_card
+from megatron.report.page import chart_cards, document, link_to, table_card
+from megatron.report.writing import REPORT
 from megatron.report.writing import write_page as write_html
 from tools.bench.common.page_files import MARK, PAGE, table, write_page
 from tools.studies.declaration import DeclaredStudy
-from tools.studies.pictures import BYTES, GapPicture, ParetoPicture, pictures_of
+from tools.studies.pictures import BYTES, GapPicture, ParetoPicture, curves_of, pictures_of
 from tools.studies.reproduction import RepeatedGroup, repeated_groups
 from tools.studies.rows import StudyRow, read_rows
 from tools.studies.statistics import (
@@ -31,7 +32,7 @@ from tools.studies.statistics import (
 
 HTML = "study.html"
 OPENING = "Study: `"
-"""How the Markdown of a report begins."""
+"""How the Markdown of a report begins, below its title."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +82,24 @@ def report_of(
     return replace(report, repeated=repeated, against=against.name)
 
 
-def write_report(report: StudyReport, out: Path) -> list[Path]:
+def write_report(report: StudyReport, out: Path, runs: Path | None = None) -> list[Path]:
     """Write README.md, results.json, study.html and the pictures; return the files.
 
-    A page that has a head of its own keeps it (`tools.bench.common.page_files`). Raises
-    `ConfigError` rather than replace another README.md.
+    study.html has links to the reports in the folders of the runs, as far as `runs` has them. A
+    page that has a head of its own keeps it (`tools.bench.common.page_files`). Raises `ConfigError`
+    rather than replace another README.md.
     """
     page = out / PAGE
-    if page.is_file():
-        text = page.read_text(encoding="utf-8")
-        if MARK not in text and not text.startswith(OPENING):
-            raise ConfigError(f"--out: {page} is no report of a study; give another folder")
+    old = page.read_text(encoding="utf-8") if page.is_file() else ""
+    # Below the title, which reports of earlier versions lack.
+    if (
+        old
+        and MARK not in old
+        and not old.startswith(OPENING)
+        and f"\n\n{OPENING}" not in old[:999]
+    ):
+        raise ConfigError(f"--out: {page} is no report of a study; give another folder")
+    title = "" if MARK in old else f"# {report.study.title}\n\n"
     values = {
         "groups": [asdict(group) for group in report.groups],
         "pairs": [{**asdict(pair), "verdict": pair.verdict} for pair in report.pairs],
@@ -99,9 +107,14 @@ def write_report(report: StudyReport, out: Path) -> list[Path]:
     }
     if report.repeated:
         values["repeated"] = [{**asdict(each), "verdict": each.verdict} for each in report.repeated]
-    write_page(out, text=as_markdown(report), values=values)
+    write_page(out, text=title + as_markdown(report), values=values)
     pictures = _pictures(report)
-    write_html(out / HTML, as_html(report, pictures))
+    links = {
+        row.name: link_to(runs / row.name / REPORT, out)
+        for row in report.rows
+        if runs is not None and (runs / row.name / REPORT).is_file()
+    }
+    write_html(out / HTML, as_html(report, pictures, links))
     files = [page, out / HTML]
     if can_draw():
         for name, picture in pictures.items():
@@ -112,26 +125,16 @@ def write_report(report: StudyReport, out: Path) -> list[Path]:
 
 # ---- tables --------------------------------------------------------------------------------
 
-COLUMNS = (
-    "run",
-    "ranks",
-    "seeds",
-    "payload",
-    "/ reference",
-    "step, ms",
-    "memory",
-    "clipped",
-    "loss",
-    "gap",
-    "error",
-    "beaten by",
-)
+COLUMNS = ("run", "loss", "gap", "error")
+"""Columns of a group before those of the scores."""
+COSTS = ("payload", "/ reference", "entries", "step, ms", "memory", "clipped", "seeds", "ranks")
+BEATEN_BY = "beaten by"
 
 
 def group_table(report: StudyReport) -> tuple[list[str], list[list[str]]]:
     """Return the columns of the table of groups that hold something, and a line for each group."""
     lines = [_cells(group, report) for group in report.groups]
-    head = [*COLUMNS[:-1], *(score.name for score in report.study.scores), COLUMNS[-1]]
+    head = [*COLUMNS, *(score.name for score in report.study.scores), *COSTS, BEATEN_BY]
     shown = [place for place in range(len(head)) if any(line[place] for line in lines)]
     return [head[place] for place in shown], [[line[place] for place in shown] for line in lines]
 
@@ -140,20 +143,19 @@ def _cells(group: SeedGroup, report: StudyReport) -> list[str]:
     sending = [each for each in report.groups if each.payload]
     beaten = beaten_by(group, sending, BYTES.measure) if group.payload else None
     is_baseline = group.name == report.study.baselines[group.name]
-    cells = [group.name, str(group.ranks), _seeds(group)]
-    density = "" if group.density is None else f"{group.density:.3f} of all"
-    cells += [memory_size(group.payload) if group.payload else density]
-    share = group.payload / report.reference
-    cells += ["" if math.isnan(share) or not share else f"{share:.3f}"]
-    cells += ["" if group.step_seconds is None else f"{1e3 * group.step_seconds:.1f}"]
-    cells += ["" if group.peak_memory is None else memory_size(group.peak_memory)]
-    cells += [f"{group.clipped:.0%}"]
-    cells += ["none" if group.loss is None else f"{group.loss:.4f}"]
+    cells = [group.name, "none" if group.loss is None else f"{group.loss:.4f}"]
     cells += ["" if group.gap is None or is_baseline else f"{group.gap:+.4f}"]
     own = "" if group.error_is_own else "~"
     cells += ["" if group.error is None or is_baseline else f"{own}{group.error:.4f}"]
     for score in report.study.scores:
         cells += [f"{group.scores[score.name]:.4f}" if score.name in group.scores else ""]
+    cells += [byte_size(group.payload) if group.payload else ""]
+    share = group.payload / report.reference
+    cells += ["" if math.isnan(share) or not share else f"{share:.3f}"]
+    cells += ["" if group.density is None else f"{group.density:.3f}"]
+    cells += ["" if group.step_seconds is None else f"{1e3 * group.step_seconds:.1f}"]
+    cells += ["" if group.peak_memory is None else memory_size(group.peak_memory)]
+    cells += [f"{group.clipped:.0%}", _seeds(group), str(group.ranks)]
     return [*cells, "" if beaten is None else ", ".join(beaten) or "none"]
 
 
@@ -178,7 +180,7 @@ def pair_cells(report: StudyReport) -> list[list[str]]:
 
 PAIR_COLUMNS = ("pair", "seeds", "difference", "error", "verdict")
 REPEATED_COLUMNS = ("run", "seeds", "gap", "gap there", "difference", "error", "verdict")
-TEXTS = ("run", "beaten by", "pair", "verdict")
+TEXTS = ("run", BEATEN_BY, "pair", "verdict")
 """Columns of words; all others are numbers."""
 
 
@@ -208,25 +210,31 @@ def repeated_note(report: StudyReport) -> str:
     )
 
 
-def note(report: StudyReport) -> list[str]:
-    """Return what the columns mean, and what is missing."""
+def meanings(report: StudyReport) -> str:
+    """Return what the columns of the table of groups mean."""
     columns, _ = group_table(report)
-    meanings = {
+    others = {
+        "payload": "Payload: size of a vector whose ring all-reduce makes a rank send as much "
+        "along the data-parallel axis, mean of the steps of the run itself.",
         "/ reference": f"/ reference: over the payload of {report.study.reference}.",
+        "entries": "Entries: share of the entries of the gradients that a step sends, or would "
+        "send on several ranks.",
         "step, ms": "Step: median, on a machine that may have run several at a time.",
-        "beaten by": "Beaten by: runs of at most the same payload whose loss is lower at the level "
+        BEATEN_BY: "Beaten by: runs of at most the same payload whose loss is lower at the level "
         "of 5 % (Student's t of the paired differences, not corrected for the number of "
         "comparisons).",
     }
     first = (
         "Loss: validation loss at the end, nats, mean over seeds. Gap: loss less that of "
         f"{_baselines(report)} of the same seed; error: its standard error over seeds, after ~ "
-        "that of one seed by the scatter of all groups that have several. Payload: size of a "
-        "vector whose ring all-reduce makes a rank send as much along the data-parallel axis, mean "
-        "of the steps of the run itself; a run of one rank has the share of the entries that it "
-        "would send."
+        "that of one seed by the scatter of all groups that have several."
     )
-    lines = [" ".join([first, *(meanings[name] for name in columns if name in meanings)])]
+    return " ".join([first, *(others[name] for name in columns if name in others)])
+
+
+def remarks(report: StudyReport) -> list[str]:
+    """Return what the rows lack."""
+    lines: list[str] = []
     if old := [row.name for row in report.rows if row.step_seconds is None]:
         names = f"{len(old)} ({_first(old)})" if len(old) < len(report.rows) else "all"
         lines.append(
@@ -255,9 +263,8 @@ def _first(names: Sequence[str]) -> str:
 
 def as_markdown(report: StudyReport) -> str:
     """Return the tables as Markdown, with the pictures of the folder."""
-    lines = [f"{OPENING}{report.study.path.name}`. {note(report)[0]}", ""]
-    lines += [text for extra in note(report)[1:] for text in (extra, "")]
-    lines += table(*group_table(report), texts=TEXTS)
+    lines = [f"{OPENING}{report.study.path.name}`.", "", *table(*group_table(report), texts=TEXTS)]
+    lines += [text for remark in remarks(report) for text in ("", remark)]
     if report.pairs:
         lines += ["", *table(PAIR_COLUMNS, pair_cells(report), texts=TEXTS)]
     if report.repeated:
@@ -268,7 +275,7 @@ def as_markdown(report: StudyReport) -> str:
         for name, picture in _pictures(report).items():
             text = caption(picture, _first)
             lines += [f"![{picture.title}]({name}.png)\n", *([f"{text}\n"] if text else [])]
-    return "\n".join(lines)
+    return "\n".join([*lines, meanings(report), ""])
 
 
 def _pictures(report: StudyReport) -> dict[str, ParetoPicture | GapPicture]:
@@ -285,16 +292,29 @@ def caption(picture: ParetoPicture | GapPicture, listed: Callable[[Sequence[str]
     return " ".join(texts)
 
 
-def as_html(report: StudyReport, pictures: dict[str, ParetoPicture | GapPicture]) -> str:
-    """Return the report as a complete HTML document."""
+def as_html(
+    report: StudyReport,
+    pictures: dict[str, ParetoPicture | GapPicture],
+    links: Mapping[str, str],
+) -> str:
+    """Return the report as a complete HTML document.
+
+    `links` are the addresses of the runs' own reports by name.
+    """
     body = [f"<header><h1>{escape(report.study.title)}</h1></header>"]
-    body += [f'<p class="card">{escape(text)}</p>' for text in note(report)]
     head, lines = group_table(report)
     body += [table_card("Runs", lines, head=head)]
+    body += [f'<p class="card">{escape(text)}</p>' for text in remarks(report)]
+    drawn, curves = list(pictures.values()), curves_of(report.groups, report.rows)
+    captions = [*(caption(each, ", ".join) for each in drawn), *("" for _ in curves)]
+    body += [chart_cards([*drawn, *curves], captions=captions)]
     body += [table_card("Pairs", pair_cells(report), head=PAIR_COLUMNS)]
     if report.repeated:
         body += [f'<p class="card">{escape(repeated_note(report))}</p>']
         body += [table_card("Made again", repeated_cells(report), head=REPEATED_COLUMNS)]
-    drawn = list(pictures.values())
-    body += [chart_cards(drawn, captions=[caption(each, ", ".join) for each in drawn], wide=True)]
+    if links:
+        names = (f'<a href="{escape(link)}">{escape(name)}</a>' for name, link in links.items())
+        body += [f'<p class="card">Reports of the runs: {", ".join(names)}</p>']
+    body += ['<details class="card"><summary>What the columns mean</summary>']
+    body += [f"<p>{escape(meanings(report))}</p></details>"]
     return document(report.study.title, body, written=timestamp(time.time()))
