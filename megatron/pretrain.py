@@ -69,7 +69,7 @@ from megatron.run_dir import (
     write_pictures,
     writing_to,
 )
-from megatron.status import EndedStatus
+from megatron.status import NODE_NAME, EndedStatus
 
 if TYPE_CHECKING:
     from megatron.checkpoint.find import CheckpointSource
@@ -291,10 +291,12 @@ def run(
     failures.before = EndedStatus.read(run_dir)
     # All ranks agree on one name for this start, which distinguishes it from what earlier starts
     # wrote.
-    told = groups.world.all_gather_str(f"{secrets.token_hex(6)} {socket.gethostname()}")
-    failures.attempt = told[0].split()[0]
-    hosts = [text.partition(" ")[2] for text in told]
+    names = (secrets.token_hex(6), socket.gethostname(), os.environ.get(NODE_NAME, ""))
+    told = [text.split(" ") for text in groups.world.all_gather_str(" ".join(names))]
+    failures.attempt = told[0][0]
+    hosts = [host for _, host, _ in told]
     failures.near = [rank for rank, host in enumerate(hosts) if host == hosts[launch.rank]]
+    failures.nodes = [node for *_, node in told]
     # Ctrl-C ends a start that hashes a checkpoint, for as long as no watchdog counts a second one.
     requests.install(signal.SIGUSR1, signal.SIGTERM)
     notes: list[str] = []
