@@ -340,9 +340,13 @@ def run(
                 finish(outcome, trainer.progress, run_dir, means, attempt=failures.attempt)
             if outcome.left:
                 metrics.log(told_of_leaving(config, trainer.progress.iteration, outcome.left))
+            # The time that is left before a limit is for saving: 100,000 steps take 10 s to draw.
+            in_a_hurry = outcome.exit_code == EXIT_REQUEUE or requests.pending().leaves
 
             def close_metrics() -> None:
-                if runtime.is_writer:
+                if runtime.is_writer and in_a_hurry:
+                    metrics.log(f"no report is drawn now: python tools/report.py {run_dir}")
+                elif runtime.is_writer:
                     write_pictures(run_dir, metrics)
                 metrics.close()
 

@@ -342,9 +342,8 @@ recorded=
 if [[ $RUN_DIR/status.json -nt $began ]]; then
   export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
   recorded=$("$PYTHON" -m megatron.fault_tolerance.root_cause "$RUN_DIR" 2>/dev/null) || recorded=
-  if [[ -n $recorded && $recorded != 0 ]] && { ((code)) || [[ $recorded == 6 ]]; }; then
-    code=$recorded
-  fi
+  # A run whose ranks are ended after that, as in the drawing of its report, ended as it says.
+  if [[ -n $recorded ]] && { ((code)) || [[ $recorded == 6 ]]; }; then code=$recorded; fi
   # Last of all, since torchrun buries it under its own traceback, and calls a run that was told to
   # leave and saved a failed one.
   if ((code)) && [[ $LAUNCHER != local || $recorded == 6 || $code == 75 ]]; then
