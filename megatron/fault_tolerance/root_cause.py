@@ -329,9 +329,12 @@ def find_out(run_dir: Path) -> int | None:
         reason="every process ended without a report: killed, or left early",
         job_id=status.job_id,
         version=status.version,
-        # Of several nodes, nobody is left to tell which was lost.
-        lost=os.environ.get("SLURM_JOB_NUM_NODES") == "1",
     )
+    # Of several nodes, nobody is left to tell which was lost.
+    if os.environ.get("SLURM_JOB_NUM_NODES") == "1":
+        failed = replace(failed, lost=True)
+    else:
+        failed = replace(failed, node="")
     parting = find_parting_of(run_dir / FOLDER, found)
     if parting is not None:
         failed = dataclasses.replace(
