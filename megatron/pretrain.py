@@ -70,7 +70,7 @@ from megatron.run_dir import (
     write_pictures,
     writing_to,
 )
-from megatron.status import EndedStatus
+from megatron.status import NODE_NAME, EndedStatus
 
 if TYPE_CHECKING:
     from megatron.checkpoint.find import CheckpointSource
@@ -293,10 +293,12 @@ def run(
     failures.before = EndedStatus.read(run_dir)
     # All ranks agree on one name for this start, which distinguishes it from what earlier starts
     # wrote.
-    told = groups.world.all_gather_str(f"{secrets.token_hex(6)} {socket.gethostname()}")
-    failures.attempt = told[0].split()[0]
-    hosts = [text.partition(" ")[2] for text in told]
+    names = (secrets.token_hex(6), socket.gethostname(), os.environ.get(NODE_NAME, ""))
+    told = [text.split(" ") for text in groups.world.all_gather_str(" ".join(names))]
+    failures.attempt = told[0][0]
+    hosts = [host for _, host, _ in told]
     failures.near = [rank for rank, host in enumerate(hosts) if host == hosts[launch.rank]]
+    failures.nodes = [node for *_, node in told]
     # Ctrl-C ends a start that hashes a checkpoint, for as long as no watchdog counts a second one.
     requests.install(signal.SIGUSR1, signal.SIGTERM)
     notes: list[str] = []
@@ -349,9 +351,13 @@ def run(
                 finish(outcome, trainer.progress, run_dir, means, attempt=failures.attempt)
             if outcome.left:
                 metrics.log(told_of_leaving(config, trainer.progress.iteration, outcome.left))
+            # The time that is left before a limit is for saving: 100,000 steps take 10 s to draw.
+            in_a_hurry = outcome.exit_code == EXIT_REQUEUE or requests.pending().leaves
 
             def close_metrics() -> None:
-                if runtime.is_writer:
+                if runtime.is_writer and in_a_hurry:
+                    metrics.log(f"no report is drawn now: python tools/report.py {run_dir}")
+                elif runtime.is_writer:
                     write_pictures(run_dir, metrics)
                 metrics.close()
 

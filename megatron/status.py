@@ -27,6 +27,8 @@ STATUS = "status.json"
 State = Literal["running", "done", "failed", "left"]
 ENDED = ("done", "left")
 """States of a run that ended as it should."""
+NODE_NAME = "SLURMD_NODENAME"
+"""Variable that Slurm sets on each node of a job to its own name of the node."""
 MAX_OTHERS = 16
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _BLOCK = 4096
@@ -44,6 +46,8 @@ class Status:
         state: running; done (all steps); left (saved and stopped early); failed.
         exit_code: None while running.
         reason: First cause of a failure, seen by `rank` in `phase`.
+        node: Slurm's name of the node of `rank`; empty outside of Slurm.
+        lost: Whether the process of `rank` vanished, or stopped, without a report of its own.
         left: Why the run stopped early, such as "exit-interval".
         next_command: Always empty: `tools/status.py` computes the command, and the key stays for
             readers of the file.
@@ -58,6 +62,8 @@ class Status:
     exit_code: int | None = None
     reason: str = ""
     rank: int = 0
+    node: str = field(default_factory=lambda: os.environ.get(NODE_NAME, ""))
+    lost: bool = False
     iteration: int | None = None
     phase: str = ""
     left: str = ""
@@ -71,6 +77,11 @@ class Status:
     pid: int = field(default_factory=os.getpid)
     others: tuple[str, ...] = ()
     throughput: dict[str, float | None] = field(default_factory=dict[str, float | None])
+
+    @property
+    def place(self) -> str:
+        """The rank, with its node in a Slurm job: "rank 1 on nid0123"."""
+        return f"rank {self.rank}" + (f" on {self.node}" if self.node else "")
 
 
 def write_status(run_dir: str | Path, status: Status) -> bool:
@@ -152,6 +163,8 @@ def _fits(name: str, value: object) -> bool:
     match name:
         case "state":
             return value in get_args(State)
+        case "lost":
+            return isinstance(value, bool)
         case "exit_code" | "iteration":
             return value is None or _is_count(value)
         case "rank" | "pid":

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# Sourced by launch.sh, job.sh, zero_shot.sh and setup_env.sh: words for people, GPUs, and a command
-# that signals reach.
+# Sourced by launch.sh, job.sh, zero_shot.sh, setup_env.sh and doctor.sh: words for people, the site
+# and its modules, GPUs, and a command that signals reach.
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -10,6 +10,49 @@ refuse() {
   exit 2
 }
 require_count() { [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || refuse "$1=$2: must be a whole number, 1 or more"; }
+
+# Reads the file of SITE: defaults of launch.sh's variables, lists of flags, and modules, which are
+# loaded. Called before anything calls Python, which a module may bring.
+load_site() {
+  local file known
+  SITE=${SITE:-local}
+  [[ $SITE =~ ^[A-Za-z0-9_-]+$ ]] || refuse "SITE=$SITE: letters, digits, _ and - only"
+  file=$repo/scripts/site/$SITE.env
+  if [[ ! -f $file ]]; then
+    known=("$repo"/scripts/site/*.env)
+    known=("${known[@]##*/}")
+    refuse "SITE=$SITE: no scripts/site/$SITE.env; there are: ${known[*]%.env}"
+  fi
+  sbatch_flags=() srun_flags=() mpiexec_flags=() modules=()
+  # shellcheck source=site/local.env
+  source "$file"
+  load_modules "${modules[@]}"
+}
+
+# Loads environment modules, and refuses what cannot be loaded. A shell that is no login shell may
+# lack the function `module`, which clusters define in one of these files.
+load_modules() {
+  local file said failed=false
+  (($#)) || return 0
+  set +u # neither these files nor everybody's modules are written for it
+  for file in "$MODULESHOME/init/bash" "$LMOD_PKG/init/bash" \
+    /etc/profile.d/{modules,lmod,z00_lmod}.sh; do
+    if declare -F module >/dev/null; then break; fi
+    # shellcheck disable=SC1090 # the machine's own
+    [[ ! -r $file ]] || source "$file" >&2 || true
+  done
+  declare -F module >/dev/null ||
+    refuse "modules=($*): cannot be loaded, since there is no function module here"
+  file=$(mktemp)
+  # Not in a subshell, which would keep what the modules set for itself. Version 3 of Environment
+  # Modules fails with code 0.
+  module load "$@" >"$file" 2>&1 || failed=true
+  set -u
+  said=$(tr -s '[:space:]' ' ' <"$file") && rm -f "$file"
+  said=${said% }
+  if $failed || [[ $said == *:ERROR:* ]]; then refuse "module load $*: ${said:0:200}"; fi
+  [[ -z $said ]] || say "module load $*: $said"
+}
 
 # Sets PYTHON, unless it is given: the active virtual environment, or .venv, or python3.
 choose_python() {

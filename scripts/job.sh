@@ -4,7 +4,8 @@
 #   job.sh -- [FLAGS OF pretrain_gpt.py]
 # A job goes back to the queue after exit code 75 or 6 alone, MAX_RESTARTS times at most (100), and
 # not once LOST_STARTS (2) starts in a row brought no newer checkpoint. Not after RUN/STOP, Ctrl-C or
-# scancel either.
+# scancel either. Where a rank vanished, the next start is on other nodes, if Slurm has any: no more
+# than LOST_STARTS nodes are excluded so.
 set -euo pipefail
 # shellcheck source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -18,6 +19,7 @@ done
 shift
 restarts=${SLURM_RESTART_COUNT:-0}
 starts=$LOG_DIR/starts-$SLURM_JOB_ID
+excluded=$LOG_DIR/excluded-$SLURM_JOB_ID
 
 # Prints variables of the environment from a list of names, and none whose name suggests a secret.
 report_environment() {
@@ -41,14 +43,19 @@ report_environment() {
   done
 }
 
-# How the last start ended: STATE LEFT ITERATION, a - for what is not known.
+# How the last start ended: STATE LEFT ITERATION NODE, a - for what is not known. NODE is that of a
+# rank which vanished.
 read_ending() {
-  PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" - "$RUN_DIR" 2>/dev/null <<'PY' || echo - - -
+  PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" - "$RUN_DIR" 2>/dev/null <<'PY' || echo - - - -
 import sys
 from megatron.status import read_status
 
 status = read_status(sys.argv[1])
-print(*((status.state, status.left or "-", status.iteration) if status else "---"))
+if status is None:
+    print("- - - -")
+else:
+    node = status.node if status.lost and not status.node.split()[1:] else ""
+    print(status.state, status.left or "-", status.iteration, node or "-")
 PY
 }
 
@@ -73,7 +80,7 @@ saved_step() {
     number=${number##*/step_}
     if [[ $number =~ ^[0-9]{8,}$ ]] && ((10#$number > newest)); then newest=$((10#$number)); fi
   done
-  read -r state _ iteration < <(read_ending)
+  read -r state _ iteration _ < <(read_ending)
   if [[ $state == left && $iteration =~ ^[0-9]+$ ]] && ((iteration > newest)); then
     newest=$iteration
   fi
@@ -112,6 +119,14 @@ why_not_again() {
   fi
 }
 
+# The node on which this start lost a rank; nothing where it lost none.
+lost_node() {
+  local node
+  [[ $code == 6 && $RUN_DIR/status.json -nt $starts ]] || return 0
+  read -r _ _ _ node < <(read_ending)
+  [[ ! $node =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || echo "$node"
+}
+
 # shellcheck disable=SC2329 # called by common.sh
 hand_on() {
   say "$1: handed on to the run"
@@ -119,6 +134,7 @@ hand_on() {
 }
 
 flags=("$@")
+load_site
 report_environment
 began=$(saved_step)
 echo "$began" >>"$starts"
@@ -128,8 +144,11 @@ reason=$(why_not_again "$code" "$step")
 if [[ -n $reason ]]; then
   ((code == 0)) || say "not requeued: $reason"
 else
-  # Said first: Slurm ends this script as soon as it has requeued the job.
-  say "exit code $code at step $step, from step $began: requeueing"
-  scontrol requeue "$SLURM_JOB_ID" || say "Slurm refused to requeue; submit the job again"
+  node=$(lost_node) without=
+  [[ -z $node ]] || without=$(nodes_to_exclude "$node" "$excluded" "${LOST_STARTS:-2}")
+  [[ -z $without ]] || echo "$node" >>"$excluded"
+  # Said first: Slurm ends this script a moment after it has requeued the job.
+  say "exit code $code at step $step, from step $began: requeueing${without:+ without $without, since $node lost a rank}"
+  requeue "$without" || true
 fi
 exit "$code"

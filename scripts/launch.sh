@@ -48,7 +48,7 @@ while (($#)); do
       break
       ;;
     *)
-      require_sbatch_flag "$1"
+      require_sbatch_flag "$1" "${asked_of_sbatch[@]: -1}"
       asked_of_sbatch+=("$1")
       ;;
   esac
@@ -56,29 +56,10 @@ while (($#)); do
 done
 flags=("$@")
 
-# The site may set defaults of everything above, and these.
-sbatch_flags=()
-srun_flags=()
-mpiexec_flags=()
-modules=()
-SITE=${SITE:-local}
-[[ $SITE =~ ^[A-Za-z0-9_-]+$ ]] || refuse "SITE=$SITE: letters, digits, _ and - only"
-site_file=$repo/scripts/site/$SITE.env
-if [[ ! -f $site_file ]]; then
-  known=("$repo"/scripts/site/*.env)
-  known=("${known[@]##*/}")
-  refuse "SITE=$SITE: no scripts/site/$SITE.env; there are: ${known[*]%.env}"
-fi
 asked_launcher=${LAUNCHER:-}
-# shellcheck source=site/local.env
-source "$site_file"
+load_site # may set defaults of everything above
 # A machine's way to submit is no way to start what was submitted.
 if [[ -z $asked_launcher && ${LAUNCHER:-} == sbatch && -n ${SLURM_JOB_ID:-} ]]; then LAUNCHER=srun; fi
-if ((${#modules[@]})) && declare -F module >/dev/null; then
-  set +u # not everybody's modules are written for it
-  module load "${modules[@]}" >&2
-  set -u
-fi
 
 choose_python
 
@@ -334,6 +315,11 @@ say "$LAUNCHER, $NODES node(s) x $RANKS_PER_NODE rank(s)," \
 printf -v line '%q ' "${command[@]}"
 if $dry_run; then
   printf '#!/usr/bin/env bash\nset -euo pipefail\ncd %q\n' "$PWD"
+  if ((${#modules[@]})); then
+    printf 'source %q\nload_modules' "$repo/scripts/common.sh"
+    printf ' %q' "${modules[@]}"
+    echo
+  fi
   [[ -z ${OMP_NUM_THREADS:-} ]] || printf 'export OMP_NUM_THREADS=%q\n' "$OMP_NUM_THREADS"
   [[ -z ${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-} ]] ||
     printf 'export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=%q\n' "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -357,9 +343,8 @@ recorded=
 if [[ $RUN_DIR/status.json -nt $began ]]; then
   export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
   recorded=$("$PYTHON" -m megatron.fault_tolerance.root_cause "$RUN_DIR" 2>/dev/null) || recorded=
-  if [[ -n $recorded && $recorded != 0 ]] && { ((code)) || [[ $recorded == 6 ]]; }; then
-    code=$recorded
-  fi
+  # A run whose ranks are ended after that, as in the drawing of its report, ended as it says.
+  if [[ -n $recorded ]] && { ((code)) || [[ $recorded == 6 ]]; }; then code=$recorded; fi
   # Last of all, since torchrun buries it under its own traceback, and calls a run that was told to
   # leave and saved a failed one.
   if ((code)) && [[ $LAUNCHER != local || $recorded == 6 || $code == 75 ]]; then
@@ -369,7 +354,7 @@ from megatron.status import read_status
 
 status = read_status(sys.argv[1])
 if status is not None and status.state == "failed":
-    print(f"launch.sh: rank {status.rank}: {' '.join(status.reason.split())}")
+    print(f"launch.sh: {status.place}: {' '.join(status.reason.split())}")
 if status is not None and status.state == "left" and status.iteration:
     print(f"launch.sh: saved step {status.iteration} ({status.left}); the same command resumes the run")
 PY

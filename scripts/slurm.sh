@@ -27,13 +27,21 @@ lead_seconds() {
   echo "$lead"
 }
 
+# This job for Slurm's commands. The number of one task of an array is that of the whole array, so
+# that a task is named by both numbers.
+this_job() {
+  if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    echo "$SLURM_JOB_ID"
+  else
+    echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+  fi
+}
+
 # Fields of this job's line in the queue, in squeue's letters (%L time left, %l limit, %T state).
-# Fails where Slurm does not answer, as a busy controller now and then does not. The number of one
-# task of an array is that of the whole array, so that a task is asked for by both numbers.
+# Fails where Slurm does not answer, as a busy controller now and then does not.
 ask_queue() {
-  local answer job=$SLURM_JOB_ID
-  [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-  answer=$(squeue -h -j "$job" -o "$1" 2>/dev/null) && [[ -n $answer ]] && echo "${answer%%$'\n'*}"
+  local answer
+  answer=$(squeue -h -j "$(this_job)" -o "$1" 2>/dev/null) && [[ -n $answer ]] && echo "${answer%%$'\n'*}"
 }
 
 # This job's state in the queue. Slurm is asked for a while: a controller that is busy for a moment
@@ -44,6 +52,43 @@ job_state() {
     ! ask_queue '%T' || return 0
     sleep "$pause"
   done
+}
+
+# The nodes that the next start of this job may not have, once node $1 has lost a rank: that node and
+# those excluded before. Nothing, with a word on why, where file $2, which lists those that lost a rank
+# before, has $3 already, or where Slurm says that the job could not start on the nodes that remain.
+# It says so of a script like the job's own, with all that the user asked for.
+nodes_to_exclude() {
+  local job nodes said
+  job=$(this_job)
+  if [[ -f $2 && $(wc -l <"$2") -ge $3 ]]; then
+    say "$1 stays allowed: $(paste -sd, "$2") lost ranks before, and no more than LOST_STARTS are excluded"
+    return
+  fi
+  nodes=$(scontrol show job --oneliner "$job" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p') || true
+  [[ $nodes != '(null)' ]] || nodes=
+  nodes=${nodes:+$nodes,}$1
+  if said=$(scontrol write batch_script "$job" - | timeout 60 sbatch --test-only "--exclude=$nodes" 2>&1); then
+    echo "$nodes"
+  else
+    say "$1 stays allowed: Slurm would not start the job without it (${said##*$'\n'})"
+  fi
+}
+
+# Returns this job to the queue, for a start without the nodes $1, if any. Slurm excludes nodes from
+# jobs that wait alone, and ends this script a moment after it has requeued the job.
+requeue() {
+  local job said
+  job=$(this_job)
+  trap '' TERM
+  if ! scontrol requeue "$job"; then
+    say "Slurm refused to requeue; submit the job again${1:+ with --exclude=$1}"
+    return 1
+  fi
+  [[ -z $1 ]] || said=$(scontrol update "JobId=$job" "ExcNodeList=$1" 2>&1) || {
+    say "Slurm refused to exclude $1 ($said): the next start may get the same nodes"
+    return 1
+  }
 }
 
 # Sends USR1 to process $1 when it is time to save and leave before the job's end: LEAVE_SECONDS, or
@@ -57,6 +102,8 @@ watch_time_limit() {
       whole=$(seconds_of "${answer% *}") left=$(seconds_of "${answer#* }")
       [[ -n $whole && -n $left ]] || return 0
       lead=${LEAVE_SECONDS:-$(lead_seconds "$whole")}
+      # For tools/status.py.
+      [[ -z ${LOG_DIR:-} ]] || date -d "$left seconds" +%s >"$LOG_DIR/end-$SLURM_JOB_ID" || true
       if ((left <= lead)); then
         say "$left s are left of the job: asking the run to save and leave"
         # A process that has just been started would die of the signal, which it does not know yet.
@@ -103,7 +150,10 @@ require_mpi_plugin() {
 
 # Flags for sbatch or nothing: --name or --name=value, of letters that need no quotes in a header.
 # Refuses flags that the header has already, since sbatch would take them in place of those values.
+# $2 is the flag before.
 require_sbatch_flag() {
+  [[ $1 == -* || ${2:-} != --* || $2 == *=* ]] ||
+    refuse "$2 $1: flags of sbatch are written $2=$1; those of pretrain_gpt.py come after --"
   [[ $1 =~ ^--[a-z][a-z-]*(=[][A-Za-z0-9_.,:@%+=*/\&\|-]*)?$ ]] ||
     refuse "$1: not a flag of launch.sh or sbatch; flags of pretrain_gpt.py come after --"
   case ${1%%=*} in
@@ -124,6 +174,18 @@ require_header_path() {
     refuse "$1=$2: a path in a job script may not hold quotes, \\, % or control characters"
 }
 
+# Of launch.sh: whether the run is told to compute on CPUs, by a flag or in its YAML file.
+is_cpu_run() {
+  [[ " ${flags[*]} " == *' --device'[\ =]'cpu '* ]] ||
+    { [[ -f ${CONFIG:-} ]] && grep -qE '^[[:space:]]*device:[[:space:]]*"?cpu\b' "$CONFIG"; }
+}
+
+# Whether Slurm answers and none of its nodes has a GPU to be asked for.
+has_no_gpus() {
+  local resources
+  resources=$(timeout 10 sinfo -h -o %G 2>/dev/null) && [[ -n $resources && $resources != *gpu* ]]
+}
+
 # Of launch.sh: sets what a job script is made of besides, and refuses what could do harm in it.
 prepare_job() {
   JOB_NAME=${JOB_NAME:-${RUN_DIR##*/}}
@@ -136,13 +198,14 @@ prepare_job() {
   ((LEAVE_SECONDS < limit)) ||
     refuse "TIME=$TIME: SAVE_SECONDS=$SAVE_SECONDS asks for $LEAVE_SECONDS s at its end, which is all of it"
   require_header_path RUN_DIR "$RUN_DIR"
-  if [[ " ${flags[*]} " != *' --device'[\ =]'cpu '* ]]; then
+  if ! is_cpu_run; then
     # Submitted from a login node, all but one GPU of each node would idle, and cost.
     $ranks_known ||
       say "RANKS_PER_NODE is not set and no GPU is seen here: the job starts one rank on each node;" \
         "set RANKS_PER_NODE to the GPUs of a node"
     # Where Slurm hands out GPUs one by one, a job that names none computes on CPUs.
-    if [[ $SITE == local && " ${sbatch_flags[*]} ${asked_of_sbatch[*]}" != *' --g'[pr]* ]]; then
+    if [[ $SITE == local && " ${sbatch_flags[*]} ${asked_of_sbatch[*]}" != *' --g'[pr]* ]] &&
+      ! has_no_gpus; then
       local gpus=$RANKS_PER_NODE
       $ranks_known || gpus=RANKS_PER_NODE
       say "no flag of sbatch asks for GPUs; if this Slurm wants one: --gpus-per-node=$gpus"
@@ -172,6 +235,11 @@ print_job_script() {
     LEAVE_SECONDS MAX_RESTARTS LOST_STARTS OMP_NUM_THREADS MPIEXEC SLURM_MPI_TYPE; do
     [[ -z ${!variable:-} ]] || printf 'export %s=%q\n' "$variable" "${!variable}"
   done
+  if ((${#modules[@]})); then
+    printf '# job.sh first loads the modules of SITE=%s:' "$SITE"
+    printf ' %q' "${modules[@]}"
+    echo
+  fi
   printf 'exec %q --' "$repo/scripts/job.sh"
   ((${#flags[@]} == 0)) || printf ' %q' "${flags[@]}"
   echo

@@ -353,6 +353,11 @@ def test_torchrun_leaves_with_the_code_of_status_json(tmp_path: Path) -> None:
     assert failed.returncode == 75
     assert failed.stderr.splitlines()[-1] == "launch.sh: rank 0: the cause of it"
     assert (tmp_path / "run" / "rank1.json").is_file()
+    # Ranks that are killed once the run is done, as in the drawing of its report, change nothing.
+    lines = PROGRAM.replace('"failed"', '"done"').replace('"exit_code": code', '"exit_code": 0')
+    program.write_text(lines.replace("sys.exit(code)", "os.kill(os.getpid(), 9)"))
+    done = _shell(LAUNCH, CODE="75", **environment)
+    assert done.returncode == 0, done.stderr
     # A file of an earlier start says nothing about this start.
     program.write_text("import sys; sys.exit(3)")
     failed = _shell(LAUNCH, **environment)

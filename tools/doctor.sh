@@ -26,6 +26,19 @@ fi
 run_dir=${1:-runs/doctor}
 while [[ $run_dir == ?*/ ]]; do run_dir=${run_dir%/}; done
 
+# Python may come with a module of the site.
+site=$repo/scripts/site/${SITE:-local}.env
+# shellcheck source=../scripts/common.sh
+source "$repo/scripts/common.sh"
+refuse() {
+  printf 'PROBLEM modules: %s\n' "$*"
+  exit 2
+}
+# shellcheck disable=SC2016 # for that shell to expand
+list='modules=() && source "$1" >/dev/null && ((${#modules[@]} == 0)) || printf "%s\n" "${modules[@]}"'
+mapfile -t modules < <([[ ! -f $site ]] || bash -c "$list" - "$site")
+load_modules "${modules[@]}"
+
 if [[ -z ${PYTHON:-} ]]; then
   PYTHON=python3
   for folder in "$repo/.venv" "${VIRTUAL_ENV:-}"; do
@@ -39,7 +52,6 @@ fi
 export PYTHON
 
 # By full name alone: a pattern such as SLURM_* would let tokens through.
-site=$repo/scripts/site/${SITE:-local}.env
 shown=(SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLURM_NNODES SLURM_NTASKS SLURM_PROCID
   SLURM_CPUS_PER_TASK SLURM_RESTART_COUNT OMP_NUM_THREADS CUDA_VISIBLE_DEVICES MASTER_ADDR
   MASTER_PORT GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME NCCL_IB_HCA NCCL_DEBUG NCCL_NET NCCL_RUNTIME_CONNECT FI_PROVIDER

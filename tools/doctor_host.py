@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.errors import ConfigError  # noqa: E402
 from megatron.fault_tolerance.run_lock import STALE_SECONDS  # noqa: E402
+from megatron.metrics.log_line import duration  # noqa: E402
 
 NEEDED = {"torch": (2, 9), "numpy": (1, 26), "safetensors": (0, 4), "pyyaml": (6, 0), "tqdm": (4,)}
 OPTIONAL = ("mpi4py", "triton", "transformers", "tokenizers", "matplotlib")
@@ -36,6 +37,8 @@ SHARED_DISKS = (
 )  # fmt: skip
 PROBE_BYTES = 16 * 2**20
 LEAST_FREE = 2**30
+CHECKPOINT_BYTES = 12 * 124_439_808
+"""Weights and Adam's moments of configs/gpt_124m.yaml in fp32."""
 MPI_LIBRARY = "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])"
 
 Finding = tuple[str, str, bool]
@@ -116,10 +119,12 @@ def disk(run_dir: Path, nodes: int) -> Iterator[Finding]:
             text = f"{error.filename or run_dir}: cannot be written: {error.strerror}"
             yield "disk", text, True
             return
-    rate = PROBE_BYTES / 2**20 / seconds
+    rate = PROBE_BYTES / seconds
     yield (
         "disk",
-        f"{PROBE_BYTES >> 20} MiB written and synced in {seconds:.2f} s, {rate:.0f} MiB/s",
+        f"{PROBE_BYTES >> 20} MiB written and synced in {seconds:.2f} s, {rate / 2**20:.0f} MiB/s: "
+        f"a checkpoint of GPT-124M, {CHECKPOINT_BYTES / 2**30:.1f} GiB, takes "
+        f"{duration(CHECKPOINT_BYTES / rate)} by one process",
         False,
     )
     kind = _kind(run_dir)

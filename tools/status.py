@@ -2,10 +2,11 @@
 
     python tools/status.py RUN [--json] [--verify]
 
-Reads status.json, the lock, the heartbeats, the checkpoints and, if collectives failed, the
-dumps of the Flight Recorder, without changing them. Imports neither torch nor numpy, so it works
-on a login node. A run that status.json calls running is reported as lost if no process holds its
-folder. Names, sizes and headers of a checkpoint are checked, with --verify also every byte.
+Reads status.json, the lock, the heartbeats, the ends of metrics.jsonl and log.txt, the checkpoints
+and, if collectives failed, the dumps of the Flight Recorder, without changing them. Imports neither
+torch nor numpy, so it works on a login node. A run that status.json calls running is reported as
+lost if no process holds its folder. Names, sizes and headers of a checkpoint are checked, with
+--verify also every byte.
 
 Exit code 0 if there is a status, 2 for a folder that is not a run.
 """
@@ -18,11 +19,13 @@ import os
 import re
 import shlex
 import socket
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -46,7 +49,8 @@ from megatron.fault_tolerance.flight_recorder import explain  # noqa: E402
 from megatron.fault_tolerance.heartbeat import RankStatus  # noqa: E402
 from megatron.fault_tolerance.root_cause import is_held, last_sign, latest_sightings  # noqa: E402
 from megatron.fault_tolerance.run_lock import STALE_SECONDS  # noqa: E402
-from megatron.metrics.logger import JSONL, parse_line  # noqa: E402
+from megatron.metrics.log_line import duration, three_digits  # noqa: E402
+from megatron.metrics.logger import JSONL, loss_key, parse_line  # noqa: E402
 from megatron.regular_file import open_regular  # noqa: E402
 from megatron.status import STATUS, Status, read_status  # noqa: E402
 
@@ -63,6 +67,8 @@ MEANINGS = {
     130: "ended at once by a second Ctrl-C",
 }
 _TAIL_BYTES = 1 << 16
+_RECENT = 100
+"""Steps whose median is the time of a step."""
 
 
 @dataclass(kw_only=True)
@@ -81,6 +87,16 @@ class Standing:
     exit_code: int | None = None
     meaning: str = ""
     last_step: int | None = None
+    total_steps: int | None = None
+    loss: float | str | None = None
+    """Loss of the last step in metrics.jsonl; a string if it is not finite."""
+    step_seconds: float | None = None
+    seconds_left: float | None = None
+    """Seconds that the missing steps of a run take that still runs."""
+    job_seconds_left: float | None = None
+    """Seconds to the end of the Slurm job of a run that still runs, as the job last knew it."""
+    restarts: int | None = None
+    """Number of times that the Slurm job went back to the queue."""
     checkpoint: str = ""
     checkpoint_step: int | None = None
     damaged: list[str] = field(default_factory=list)
@@ -127,7 +143,10 @@ def look(run: Path, *, verify: bool = False) -> Standing:
     status = read_status(run)
     found = Standing(run=str(run), state="unknown" if status is None else status.state)
     went_wrong = status is not None and status.exit_code == NumericsError.exit_code
-    finite = _last_recorded(run, applied=True) if went_wrong else None
+    recorded = _recorded_steps(run)
+    finite = None
+    if went_wrong:
+        finite = _last_of([values for values in recorded if values.get("skipped") == 0])
     manifest = _newest_good(run, found, verify=verify, finite=finite)
     seen = latest_sightings(run, status) if status is not None else []
     found.heartbeat_age = _age(run, seen)
@@ -135,11 +154,12 @@ def look(run: Path, *, verify: bool = False) -> Standing:
         found.why = f"{STATUS} is missing or damaged"
     else:
         _tell(run, found, status, seen)
-    steps = [one.step for one in seen] + [_last_recorded(run), found.checkpoint_step or 0]
+    steps = [one.step for one in seen] + [_last_of(recorded), found.checkpoint_step or 0]
     if status is not None and status.iteration is not None:
         found.last_step = status.iteration
     else:
         found.last_step = max(steps)
+    _tell_progress(run, found, recorded)
     found.ranks = len(seen) or (manifest.world.get("size") if manifest is not None else None)
     if found.exit_code == PeerError.exit_code or found.state in ("lost", "unknown"):
         found.collective = explain(run, found.ranks)
@@ -154,7 +174,7 @@ def _tell(run: Path, found: Standing, status: Status, seen: Sequence[RankStatus]
     if status.state == "failed" and status.reason:
         where = f", step {status.iteration}" if status.iteration is not None else ""
         phase = f", {status.phase}" if status.phase else ""
-        found.why = f"rank {status.rank}{where}{phase}: {' '.join(status.reason.split())}"
+        found.why = f"{status.place}{where}{phase}: {' '.join(status.reason.split())}"
     if status.state == "running" and (gone := _why_lost(run, status, seen, found.heartbeat_age)):
         found.state, found.why = "lost", gone
 
@@ -214,19 +234,57 @@ def _newest_good(
     return None
 
 
-def _last_recorded(run: Path, *, applied: bool = False) -> int:
-    """Return the last step of metrics.jsonl, or the last that was applied; 0 if it has none."""
+def _tell_progress(run: Path, found: Standing, recorded: Sequence[Mapping[str, Any]]) -> None:
+    """Fill in the steps, loss and times of the run, as far as its files tell them."""
+    found.total_steps = _total_steps(run)
+    losses = [values[key] for values in recorded if (key := loss_key(values))]
+    if losses and isinstance(losses[-1], float | str):
+        found.loss = losses[-1]
+    times = [values.get("step_seconds") for values in recorded[-_RECENT:]]
+    if known := [seconds for seconds in times if isinstance(seconds, float)]:
+        found.step_seconds = statistics.median(known)
+    logs, number = run / "logs", found.job if found.job.isalnum() else ""
+    if starts := _tail_of(logs / f"starts-{number}").split():
+        found.restarts = len(starts) - 1
+    if found.state != "running":
+        return
+    if found.total_steps is not None and found.step_seconds is not None:
+        missing = found.total_steps - (found.last_step or 0)
+        found.seconds_left = max(0.0, missing * found.step_seconds)
+    end = _tail_of(logs / f"end-{number}").strip()
+    if end.isdigit():
+        found.job_seconds_left = max(0.0, int(end) - time.time())
+
+
+def _total_steps(run: Path) -> int | None:
+    """Return the length of the run in steps, as its configuration or its log tells it."""
+    # A login node's Python may lack a YAML reader.
+    settings = re.findall(rb"^ *train_iters: (\d{1,15})$", _tail_of(run / CONFIG), re.MULTILINE)
+    logged = re.findall(rb"\biteration +\d+/ *(\d{1,15}) \|", _tail_of(run / LOG))
+    told = settings or logged
+    return int(told[-1]) if told else None
+
+
+def _recorded_steps(run: Path) -> list[dict[str, Any]]:
+    """Return the last steps and evaluations of metrics.jsonl, without torn lines."""
+    lines = _tail_of(run / JSONL).splitlines(keepends=True)
+    return [values for line in lines if (values := parse_line(line))]
+
+
+def _last_of(recorded: Sequence[Mapping[str, Any]]) -> int:
+    """Return the last step of these; 0 without any."""
+    return max((int(values["iteration"] or 0) for values in recorded), default=0)
+
+
+def _tail_of(path: Path) -> bytes:
+    """Return the last 64 KiB of a file; nothing if it cannot be read."""
     try:
-        with open(open_regular(run / JSONL, os.O_RDONLY), "rb") as file:
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().splitlines(keepends=True)
+            return file.read()
     except OSError:
-        return 0
-    found = [values for line in lines if (values := parse_line(line))]
-    if applied:
-        found = [values for values in found if values.get("skipped") == 0]
-    return max((int(values["iteration"] or 0) for values in found), default=0)
+        return b""
 
 
 def _next_command(run: Path, found: Standing) -> str:
@@ -285,7 +343,19 @@ def in_words(found: Standing) -> str:
     rows += [("collective", found.collective)] * bool(found.collective)
     if found.exit_code is not None:
         rows.append(("exit code", f"{found.exit_code}: {found.meaning}".rstrip(": ")))
-    rows.append(("last step", str(found.last_step)))
+    total = f" of {found.total_steps}" if found.total_steps is not None else ""
+    rows.append(("last step", f"{found.last_step}{total}"))
+    if found.loss is not None:
+        loss = found.loss if isinstance(found.loss, str) else f"{found.loss:.4f}"
+        rows.append(("loss", loss))
+    if found.step_seconds is not None:
+        rows.append(("step time", f"{three_digits(found.step_seconds)} s"))
+    if found.seconds_left is not None:
+        rows.append(("time left", f"{duration(found.seconds_left)} at this step time"))
+    if found.job_seconds_left is not None:
+        rows.append(("job ends", f"in {duration(found.job_seconds_left)}"))
+    if found.restarts is not None:
+        rows.append(("restarts", str(found.restarts)))
     good = found.checkpoint or "none"
     rows.append(("checkpoint", good))
     rows += [("damaged", text) for text in found.damaged]

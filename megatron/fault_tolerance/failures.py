@@ -48,6 +48,7 @@ class Failures:
     run_dir: Path | None = None
     attempt: str = ""
     near: Sequence[int] = ()
+    nodes: Sequence[str] = ()
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     before: EndedStatus | None = field(default=None, init=False)
     """status.json before this start, of a run that was done or had left."""
@@ -76,6 +77,7 @@ class Failures:
             world_size=self.launch.world_size,
             signed=signed(Status(state="failed")),
             near=self.near,
+            nodes=self.nodes,
         )
 
     def report(self, error: BaseException) -> int:

@@ -44,6 +44,8 @@ _REASON = 512
 _READS = 5
 SILENT = 3.0
 """Seconds without a sign of life after which a rank counts as stopped."""
+QUIET = 1.0
+"""Seconds without a sign of life, of which a rank that runs gives two in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class RootCause:
     """The search for the first cause of this attempt's failure, in status.json and heartbeats.
 
     `signed` has the job and version for every status. `near` lists the ranks on this host; without
-    it all ranks are searched.
+    it all ranks are searched. `nodes` has Slurm's name of the node of each rank in a Slurm job.
     """
 
     run_dir: Path
@@ -78,6 +80,7 @@ class RootCause:
     world_size: int
     signed: Status
     near: Sequence[int] = ()
+    nodes: Sequence[str] = ()
 
     def known(self) -> Status | None:
         """Return the failure that a rank of this attempt reported, if any."""
@@ -202,23 +205,42 @@ class RootCause:
                 # The launcher may have killed it after another rank's failure, so wait for that
                 # report.
                 time.sleep(_POLL)
-                return None if self.known() is not None else self.of(gone, gone_text(gone, here))
+                if self.known() is not None:
+                    return None
+                return self.of(gone, gone_text(gone, here), lost=True)
             if ends:
                 break
             time.sleep(_POLL)
-        late = self._seen([look.last] if look.last not in (None, self.rank) else [])
-        if not late:
+        late = self._last_sign_of(look.last) if look.last not in (None, self.rank) else None
+        if self.known() is not None:
+            return None
+        if late is None:
             return self._failed(rank=self.rank, step=step, phase=phase, reason=seen)
-        cause = self.of(late[0], late_text(late[0], here))
-        wake(late[0])
+        cause = self.of(late, late_text(late, here), lost=_silence(late) > SILENT)
+        wake(late)
         return cause
 
-    def of(self, peer: RankStatus, reason: str) -> Status:
-        """Return the failure of another rank, reported in its place."""
-        return self._failed(rank=peer.rank, step=peer.step, phase=peer.phase, reason=reason)
+    def _last_sign_of(self, rank: int) -> RankStatus | None:
+        """Return the record of a late rank, once its silence tells whether its process runs.
+
+        Whether a process of another host is gone shows by nothing else. Takes up to `SILENT`
+        seconds for a rank that is silent, and no time for another one.
+        """
+        deadline = time.monotonic() + SILENT
+        while True:
+            seen = next(iter(self._seen([rank])), None)
+            is_open = seen is not None and QUIET < _silence(seen) <= SILENT
+            if not is_open or time.monotonic() >= deadline:
+                return seen
+            time.sleep(_POLL)
+
+    def of(self, peer: RankStatus, reason: str, *, lost: bool) -> Status:
+        """Return the failure of another rank, reported in its place; `lost` as in `Status`."""
+        cause = self._failed(rank=peer.rank, step=peer.step, phase=peer.phase, reason=reason)
+        return replace(cause, lost=lost)
 
     def _failed(self, *, rank: int, step: int, phase: str, reason: str) -> Status:
-        return Status(
+        cause = Status(
             state="failed",
             exit_code=PeerError.exit_code,
             reason=reason,
@@ -226,6 +248,7 @@ class RootCause:
             iteration=step,
             phase=phase,
         )
+        return replace(cause, node=self.nodes[rank]) if self.nodes else cause
 
 
 @contextmanager
@@ -257,7 +280,7 @@ def line(status: Status, world_size: int) -> str:
     if world_size == 1:
         return status.reason
     where = f", step {status.iteration}, {status.phase}" if status.phase else ""
-    return f"rank {status.rank}{where}: {status.reason}"
+    return f"{status.place}{where}: {status.reason}"
 
 
 def gone_text(peer: RankStatus, here: str) -> str:
@@ -307,6 +330,11 @@ def find_out(run_dir: Path) -> int | None:
         job_id=status.job_id,
         version=status.version,
     )
+    # Of several nodes, nobody is left to tell which was lost.
+    if os.environ.get("SLURM_JOB_NUM_NODES") == "1":
+        failed = replace(failed, lost=True)
+    else:
+        failed = replace(failed, node="")
     parting = find_parting_of(run_dir / FOLDER, found)
     if parting is not None:
         failed = dataclasses.replace(
@@ -314,6 +342,7 @@ def find_out(run_dir: Path) -> int | None:
             rank=parting.rank,
             iteration=parting.place.step,
             phase=parting.place.phase,
+            lost=False,
             reason=f"{failed.reason}; rank {parting.rank}: {parting}",
         )
     elif found:

@@ -199,7 +199,7 @@ class Watchdog(threading.Thread):
             ):
                 if last.phase not in ("leaving", "done"):
                     here = f"seen by rank {self._causes.rank} in {self._heartbeat.phase}"
-                    gone = self._causes.of(last, gone_text(last, here))
+                    gone = self._causes.of(last, gone_text(last, here), lost=True)
                     self._causes.tell(self._causes.parted() or gone)
 
     def _mine(self, reason: str) -> Status:

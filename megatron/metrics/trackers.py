@@ -192,7 +192,7 @@ class WandbTracker:
 
         self._logging = logging
         self._recorded: Mapping[str, int] = {}
-        run_id = os.environ.get("WANDB_RUN_ID") or _text(run_dir / WANDB_ID)
+        run_id = _text(run_dir / WANDB_ID)
         if run_id:
             self._recorded = recorded()
         else:

@@ -21,6 +21,15 @@ OF_OTHERS = {
     "--name": "stands for a flag of sbatch",
     "--account": "sbatch",
     "--qos": "sbatch",
+    "--mail-type": "sbatch",
+    "--bind": "apptainer",
+    "--nv": "apptainer",
+    "--rocm": "apptainer",
+    "--pid": "apptainer",
+    "--containall": "apptainer",
+    "--no-cache-dir": "pip",
+    "--container-image": "pyxis",
+    "--container-mounts": "pyxis",
 }
 PAGES = [*DOCUMENTS, CONTRIBUTING, CHANGELOG]
 TOPS = "configs docs megatron radius samo scripts tests tools".split()

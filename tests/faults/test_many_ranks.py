@@ -9,9 +9,11 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +24,14 @@ from hypothesis import strategies as st
 from megatron.fault_tolerance import heartbeat
 from megatron.fault_tolerance.desync import find_parting, find_parting_of
 from megatron.fault_tolerance.heartbeat import FOLDER, LOOK, Heartbeat, calls, sightings
-from megatron.fault_tolerance.root_cause import _LOOK_BYTES, _POLL, PATIENCE, RingCheck, RootCause
+from megatron.fault_tolerance.root_cause import (
+    _LOOK_BYTES,
+    _POLL,
+    PATIENCE,
+    SILENT,
+    RingCheck,
+    RootCause,
+)
 from megatron.status import Status, read_status
 from tests.faults.starting import REPO
 
@@ -386,6 +395,28 @@ def test_a_held_lock_costs_no_more_than_the_patience(
         blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
     assert blamed is not None and blamed.rank == 3
     assert PATIENCE <= clock.now <= PATIENCE + 2 * _POLL and len(looks) <= 2
+
+
+@pytest.mark.parametrize(("silent", "lost"), [(-60, False), (0, True), (9, True)])
+def test_a_rank_of_another_host_is_lost_once_it_is_silent(
+    silent: float, lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host, which the job can do without, is named; a rank that goes on is just late."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(socket, "gethostname", lambda: "other.cluster")
+        beat = Heartbeat(tmp_path / FOLDER, rank=1, attempt="a")
+    beat.at("forward", 7)
+    assert isinstance(beat._memory, heartbeat.mmap.mmap)
+    began = time.time()
+    heartbeat._ALIVE.pack_into(beat._memory, heartbeat._ALIVE_AT, began - silent)
+    beat._memory.close()
+    clock = RanksClock(monkeypatch)
+    monkeypatch.setattr("megatron.fault_tolerance.root_cause.time.time", lambda: began + clock.now)
+    causes = replace(_causes(tmp_path, 0), world_size=2, near=[0], nodes=["nid0", "nid1"])
+    blamed = causes.blame(Heartbeat(), "socket closed")
+    assert blamed is not None and (blamed.place, blamed.lost) == ("rank 1 on nid1", lost)
+    assert ("unreachable" in blamed.reason) == lost and "on other.cluster" in blamed.reason
+    assert clock.now <= SILENT + 2 * _POLL
 
 
 def test_without_locks_the_last_look_names_the_rank_that_parted(

@@ -285,6 +285,18 @@ def test_a_run_of_another_host_is_cut_short_once_it_is_silent(
     assert told is not None and (told.state, told.rank, told.phase) == ("failed", 1, "reduce")
 
 
+@pytest.mark.parametrize(("nodes", "lost"), [("1", "nid5"), ("2", "")])
+def test_a_job_whose_ranks_are_all_gone_has_lost_its_only_node(
+    nodes: str, lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
+    monkeypatch.setenv("SLURMD_NODENAME", "nid5")
+    write_status(tmp_path, Status(state="running", attempt="a", pid=2**22 - 3))
+    assert find_out(tmp_path) == 6
+    told = read_status(tmp_path)
+    assert told is not None and (told.node, told.lost) == (lost, bool(lost))
+
+
 @pytest.mark.waits
 @pytest.mark.push
 def test_one_folder_of_checkpoints_has_one_run(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def check_left(ended: Ended, left: str) -> int:
     status = ended.status
     assert (status["state"], status["left"], status["exit_code"]) == ("left", left, 75), status
     assert saved(ended.run_dir) == [status["iteration"]]
+    assert not (ended.run_dir / "report.html").exists(), "the time before a limit is for saving"
     assert max(losses(ended.run_dir)) == status["iteration"]
     return status["iteration"]
 
@@ -104,6 +105,7 @@ def test_signals_to_any_rank_and_the_stop_file_save_once_and_leave(tmp_path: Pat
     again = start_ranks(2, tmp_path / "STOP", "--train-iters 12").finish()
     assert again.codes == [0, 0], again.all_stderr
     assert sorted(losses(tmp_path / "STOP")) == list(range(1, 13))
+    assert (tmp_path / "STOP" / "report.html").is_file()
 
 
 def is_pending(number: signal.Signals, pid: int) -> bool:

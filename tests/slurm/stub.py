@@ -1,10 +1,10 @@
 """Stands in for pretrain_gpt.py where only the end of a start matters.
 
-    --plan CODE[+][:LEFT],...      what each start of the job does, the last one again and again
+    --plan CODE[+][!][:LEFT],...   what each start of the job does, the last one again and again
     --elsewhere                    save beside the run folder, as a YAML file may ask
 
-CODE is the exit code; + commits a step first, ten after that of the start before; LEFT is what
-status.json says it left for.
+CODE is the exit code; + commits a step first, ten after that of the start before; with ! a rank has
+vanished from this node; LEFT is what status.json says it left for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if __name__ == "__main__":
     run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
     plan = sys.argv[sys.argv.index("--plan") + 1].split(",")
     start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    match = re.fullmatch(r"(\d+)(\+?)(?::([\w-]+))?", plan[min(start, len(plan) - 1)])
+    match = re.fullmatch(r"(\d+)(\+?)(!?)(?::([\w-]+))?", plan[min(start, len(plan) - 1)])
     assert match is not None
     code, step = int(match[1]), 10 * (start + 1)
     folder = run_dir / CHECKPOINTS
@@ -36,8 +36,6 @@ if __name__ == "__main__":
     if match[2]:
         (folder / f"step_{step:08d}").mkdir(parents=True)
     state = STATES.get(code, "failed")
-    write_status(
-        run_dir,
-        Status(state=state, exit_code=code, left=match[3] or "", reason=f"as planned: {code}"),
-    )
+    reason, lost, left = f"as planned: {code}", bool(match[3]), match[4] or ""
+    write_status(run_dir, Status(state=state, exit_code=code, left=left, reason=reason, lost=lost))
     sys.exit(code)

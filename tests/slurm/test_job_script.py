@@ -263,6 +263,12 @@ def test_flags_for_sbatch_are_plain(flag: str, tmp_path: Path) -> None:
     assert "only LAUNCHER=sbatch" in dry(tmp_path, "--account=x", LAUNCHER="local").stderr
 
 
+def test_a_flag_for_sbatch_with_a_blank_is_told_how_it_is_written(tmp_path: Path) -> None:
+    refused = dry(tmp_path, "--requeue", "--partition", "gpu")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--partition gpu: flags of sbatch are written --partition=gpu;" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [

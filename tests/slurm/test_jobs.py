@@ -172,7 +172,7 @@ def test_a_failing_rank_fails_the_job_with_its_own_code(jobs: dict[str, SlurmJob
     assert (status["state"], status["rank"], status["job_id"]) == ("failed", 1, job.number)
     assert (job.state, job.restarts) == ("FAILED", 0), job.log
     assert job.exit_code == status["exit_code"]
-    assert f"rank 1: {status['reason']}" in job.log
+    assert re.search(rf"rank 1 on node\d: {re.escape(status['reason'])}", job.log), job.log
     assert f"not requeued: exit code {job.exit_code} is no reason" in job.log
 
 

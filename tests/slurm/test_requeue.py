@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,16 @@ CASES = {
     "limited": RequeueCase(
         plan="75+", code=75, restarts=1, words="MAX_RESTARTS", more=(("MAX_RESTARTS", "1"),)
     ),
+    "lost-a-rank": RequeueCase(
+        plan="6+!,0", code=0, restarts=1, words="at step 10, from step 0: requeueing without node"
+    ),
+    "cannot-spare-a-node": RequeueCase(
+        plan="6!,0",
+        code=0,
+        restarts=1,
+        words="stays allowed: Slurm would not start the job without it",
+        more=(("NODES", "4"),),
+    ),
     "told-to-stop": RequeueCase(plan="75+:STOP", code=75, restarts=0, words="told to stop (STOP)"),
     **{
         f"code-{code}": RequeueCase(plan=f"{code}+", code=code, restarts=0, words="no reason")
@@ -80,3 +91,5 @@ def test_a_job_is_requeued_while_it_advances_and_only_then(
     assert len(starts) == case.restarts + 1
     # One log for all starts, with one header for each.
     assert job.log.count("(restarted ") == len(starts)
+    nodes = re.findall(r"SLURM_JOB_NODELIST=(\S+)", job.log)
+    assert (len(set(nodes)) > 1) == (name == "lost-a-rank")

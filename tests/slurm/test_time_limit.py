@@ -110,3 +110,8 @@ def test_a_job_that_asks_for_no_gpu_is_told_how(tmp_path: Path) -> None:
     assert asked("--gres=gpu:4") and asked("--gpus=4")
     assert asked(flags=("--device", "cpu")) and asked(flags=("--device=cpu",))
     assert asked(site="frontier")
+    # A Slurm that answers knows whether it has GPUs.
+    for resources, has_none in (("(null)", True), ("gpu:a100:4", False)):
+        (tmp_path / "bin" / "sinfo").write_text(f"#!/bin/sh\necho '{resources}'\n")
+        (tmp_path / "bin" / "sinfo").chmod(0o755)
+        assert asked() == has_none

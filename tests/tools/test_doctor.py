@@ -141,6 +141,16 @@ def test_a_disk_that_will_not_do_is_named(
     assert problems(capsys) == [f"PROBLEM disk: {tmp_path}: 0.0 GiB free"]
 
 
+def test_a_slow_disk_is_told_as_the_time_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter((0.0, 2.5))
+    monkeypatch.setattr(doctor_host.time, "perf_counter", lambda: next(clock))
+    lines = [text for _, text, _ in doctor_host.disk(tmp_path, 1)]
+    told = "in 2.50 s, 6 MiB/s: a checkpoint of GPT-124M, 1.4 GiB, takes 3m 43s by one process"
+    assert lines[1].endswith(told)
+
+
 def test_what_several_nodes_cannot_share_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,44 @@ def test_a_run_that_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["next_command"] == f"tail -f '{run}/log.txt'"
 
 
+def test_a_job_that_runs_tells_its_progress(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Loss, times and restarts come from files that may be torn or missing."""
+    lines = [{"iteration": n, "lm_loss": 4 - n / 8, "step_seconds": n / 4.0} for n in range(1, 8)]
+    text = "".join(json.dumps(line) + "\n" for line in (*lines, {"iteration": 4, "valid_loss": 9}))
+    (run / "metrics.jsonl").write_text(f'{{"torn\n{text}{{"iteration": 8,')
+    (run / "log.txt").write_text(" iteration        7/      20 | \x00\n iteration  ")
+    (run / "logs").mkdir()
+    (run / "logs" / "starts-4711").write_text("0\n2\n4\n")
+    (run / "logs" / "end-4711").write_text(f"{time.time() + 600:.0f}\n")
+    write_status(run, Status(state="running", attempt="a", job_id="4711"))
+    lock = RunLock.take(run, job={}, log=print)
+    assert lock is not None
+    try:
+        found = told(run, capsys)
+        assert (found["last_step"], found["total_steps"], found["loss"]) == (7, 20, 3.125)
+        assert (found["step_seconds"], found["seconds_left"], found["restarts"]) == (1.0, 13.0, 2)
+        assert 500 < found["job_seconds_left"] <= 601
+        # The settings are those of this start, and may ask for fewer steps than the last one.
+        (run / "config.yaml").write_text("training:\n  train_iters: 10\n")
+        assert main([str(run)]) == 0
+        words = capsys.readouterr().out
+        for line in (
+            "last step  7 of 10",
+            "loss       3.1250",
+            "step time  1.00 s",
+            "restarts   2",
+        ):
+            assert f"{line}\n" in words
+        assert "time left  3s at this step time\n" in words and "job ends   in " in words
+        for path in (*(run / "logs").iterdir(), run / "log.txt", run / "metrics.jsonl"):
+            path.write_bytes(b"\xff\x00")
+        (run / "config.yaml").write_bytes(b"\xff")
+        found = told(run, capsys)
+        assert (found["total_steps"], found["loss"], found["job_seconds_left"]) == (None,) * 3
+    finally:
+        lock.release()
+
+
 def test_a_run_whose_processes_are_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_status(run, Status(state="running", attempt="a", pid=GONE))
     beat = Heartbeat(run / FOLDER, rank=0, attempt="a")

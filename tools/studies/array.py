@@ -69,6 +69,8 @@ def script_of(array: JobArray, command: Sequence[str], *, jobs: int) -> str:
             "#SBATCH --open-mode=append",
             "set -euo pipefail",
             f"cd {shlex.quote(str(Path.cwd()))}",
+            f"source {shlex.quote(str(REPO / 'scripts' / 'common.sh'))}",
+            "load_site",
             f"runs=({names})",
             f'exec {shlex.join(command)} --only "${{runs[SLURM_ARRAY_TASK_ID]}}"',
             "",
