@@ -525,6 +525,12 @@ def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: env[name] for name in (*names, *_CUDA_VARIABLES) if name in env}
 
 
+def job_has_one_node(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process belongs to a Slurm job of a single node."""
+    env = os.environ if environ is None else environ
+    return env.get("SLURM_JOB_NUM_NODES") == "1"
+
+
 def tell_launcher(code: int, reason: str, environ: Mapping[str, str] | None = None) -> None:
     """Leave the exit code and a reason for `scripts/launch.sh`, whose file LAUNCH_REPORT names.
 

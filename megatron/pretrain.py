@@ -70,7 +70,7 @@ from megatron.run_dir import (
     write_pictures,
     writing_to,
 )
-from megatron.status import NODE_NAME, EndedStatus
+from megatron.status import EndedStatus, node_name
 
 if TYPE_CHECKING:
     from megatron.checkpoint.find import CheckpointSource
@@ -293,7 +293,7 @@ def run(
     failures.before = EndedStatus.read(run_dir)
     # All ranks agree on one name for this start, which distinguishes it from what earlier starts
     # wrote.
-    names = (secrets.token_hex(6), socket.gethostname(), os.environ.get(NODE_NAME, ""))
+    names = (secrets.token_hex(6), socket.gethostname(), node_name())
     told = [text.split(" ") for text in groups.world.all_gather_str(" ".join(names))]
     failures.attempt = told[0][0]
     hosts = [host for _, host, _ in told]

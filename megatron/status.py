@@ -27,8 +27,6 @@ STATUS = "status.json"
 State = Literal["running", "done", "failed", "left"]
 ENDED = ("done", "left")
 """States of a run that ended as it should."""
-NODE_NAME = "SLURMD_NODENAME"
-"""Variable that Slurm sets on each node of a job to its own name of the node."""
 MAX_OTHERS = 16
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _BLOCK = 4096
@@ -36,6 +34,11 @@ _BLOCK = 4096
 
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="milliseconds")
+
+
+def node_name() -> str:
+    """Return Slurm's name of this node, "" outside of Slurm."""
+    return os.environ.get("SLURMD_NODENAME", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ class Status:
     exit_code: int | None = None
     reason: str = ""
     rank: int = 0
-    node: str = field(default_factory=lambda: os.environ.get(NODE_NAME, ""))
+    node: str = field(default_factory=node_name)
     lost: bool = False
     iteration: int | None = None
     phase: str = ""

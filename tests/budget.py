@@ -188,7 +188,12 @@ class Run:
 
 def main(arguments: list[str]) -> int:
     """Add up a run, hold it to the limits and return the exit code."""
-    folder, *options = arguments
+    folder, *options = arguments or ["."]
+    if not (Path(folder) / CALIBRATION).is_file():
+        print(
+            f"{folder}: holds no {CALIBRATION}; give the folder of a run's parts", file=sys.stderr
+        )
+        return 2
     run = Run.of_parts(Path(folder))
     print(f"CPU minutes by folder ({run.calibration} s are a calibration):\n{run.by_folder()}")
     worst = 0.0

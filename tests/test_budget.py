@@ -63,6 +63,13 @@ def test_above_a_limit_is_a_warning_and_above_twice_the_limit_an_error(
     assert told in out and ("calibrations of CPU time" in out) == bool(told)
 
 
+def test_a_folder_without_parts_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert budget.main([str(tmp_path)]) == budget.main([]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path}: holds no calibration.json")
+
+
 def test_a_run_of_everything_has_no_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

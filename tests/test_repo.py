@@ -39,6 +39,7 @@ CODE = [
 READS_ENVIRONMENT = (
     "megatron/fault_tolerance/flight_recorder.py",
     "megatron/launch.py",
+    "megatron/status.py",
     "tools/bench/common/netlab.py",
     "tools/bench/gpu/launching.py",
     "tools/doctor_settings.py",

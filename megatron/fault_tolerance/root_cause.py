@@ -31,6 +31,7 @@ from megatron.fault_tolerance.heartbeat import (
     wake,
 )
 from megatron.fault_tolerance.run_lock import HEARTBEAT_SECONDS, LOCK, RunFolderInUse, check_free
+from megatron.launch import job_has_one_node
 from megatron.regular_file import open_regular
 from megatron.status import STATUS, Status, read_status, write_status
 
@@ -331,7 +332,7 @@ def find_out(run_dir: Path) -> int | None:
         version=status.version,
     )
     # Of several nodes, nobody is left to tell which was lost.
-    if os.environ.get("SLURM_JOB_NUM_NODES") == "1":
+    if job_has_one_node():
         failed = replace(failed, lost=True)
     else:
         failed = replace(failed, node="")
