@@ -775,7 +775,8 @@ def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
     # Ranks of another job that has the same port must not be taken for ranks of this one.
     job = os.environ.get("SLURM_JOB_ID", "") if launch.launcher == "srun" else ""
     is_master = launch.rank == 0 and not is_hosted
-    meeting = os.environ.get("LAUNCH_MEETING") if launch.launcher == "torchrun" else None
+    # Not for what a rank may start, which would take this run's ranks for its own.
+    meeting = os.environ.pop("LAUNCH_MEETING", None) if launch.launcher == "torchrun" else None
     listener = None
     try:
         if is_master and address in LOOPBACK:
@@ -798,7 +799,7 @@ def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
                 master_listen_fd=listener,
             ),
         )
-        _await_ranks(store, launch, timeout)
+        _await_ranks(store, dataclasses.replace(launch, master_port=port), timeout)
         dist.init_process_group(
             backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )

@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -48,6 +49,7 @@ from megatron.launch import (
     Launch,
     Runtime,
     detect_launch,
+    job_has_one_node,
     leave_mpi,
     needs_mpi,
     require_mpi,
@@ -293,7 +295,9 @@ def run(
     failures.before = EndedStatus.read(run_dir)
     # All ranks agree on one name for this start, which distinguishes it from what earlier starts
     # wrote.
-    names = (secrets.token_hex(6), socket.gethostname(), node_name())
+    # mpiexec gives all ranks the variables of its own node.
+    node = node_name() if launch.launcher == "srun" or job_has_one_node() else ""
+    names = (secrets.token_hex(6), socket.gethostname(), node)
     told = [text.split(" ") for text in groups.world.all_gather_str(" ".join(names))]
     failures.attempt = told[0][0]
     hosts = [host for _, host, _ in told]
@@ -356,7 +360,8 @@ def run(
 
             def close_metrics() -> None:
                 if runtime.is_writer and in_a_hurry:
-                    metrics.log(f"no report is drawn now: python tools/report.py {run_dir}")
+                    command = shlex.join(["python", "tools/report.py", str(run_dir)])
+                    metrics.log(f"no report is drawn now: {command}")
                 elif runtime.is_writer:
                     write_pictures(run_dir, metrics)
                 metrics.close()

@@ -65,7 +65,7 @@ class Status:
     exit_code: int | None = None
     reason: str = ""
     rank: int = 0
-    node: str = field(default_factory=node_name)
+    node: str = ""
     lost: bool = False
     iteration: int | None = None
     phase: str = ""

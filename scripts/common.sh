@@ -66,7 +66,7 @@ choose_python() {
   command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: not found"
 }
 
-# Refuses a PYTHON in which the package is not installed, or not to the end.
+# Refuses a PYTHON that lacks one of these packages, as one does that is not installed to the end.
 require_packages() {
   local said
   said=$("$PYTHON" -c 'import sys
@@ -74,7 +74,7 @@ from importlib.util import find_spec
 lacking = [name for name in sys.argv[1:] if find_spec(name) is None]
 way_out = "; finish its installation (pip install .), or set PYTHON to another"
 sys.exit("lacks " + ", ".join(lacking) + way_out if lacking else 0)' \
-    torch numpy safetensors yaml tqdm 2>&1) || refuse "PYTHON=$PYTHON: ${said##*$'\n'}"
+    "$@" 2>&1) || refuse "PYTHON=$PYTHON: ${said##*$'\n'}"
 }
 
 # Prints how many GPUs the machine has.

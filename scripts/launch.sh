@@ -203,6 +203,17 @@ command_of_srun() {
   }
 }
 
+# Makes a temporary folder in which files can be locked, as those of a parallel file system may not.
+folder_with_locks() {
+  local folder
+  folder=$(mktemp -d)
+  if command -v flock >/dev/null && ! flock --nonblock "$folder" true; then
+    rmdir "$folder"
+    folder=$(mktemp -d -p /dev/shm)
+  fi
+  echo "$folder"
+}
+
 command_of_torchrun() {
   # torchrun kills itself on USR1 unless told to hand it on.
   command=("$PYTHON" -m torch.distributed.run --max-restarts 0
@@ -210,10 +221,11 @@ command_of_torchrun() {
     --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE")
   # At each start torchrun makes a folder for logs, by default in TMPDIR, and leaves it there.
   if ! $dry_run; then
-    torchrun_files=$(mktemp -d)
+    torchrun_files=$(folder_with_locks)
     trap 'rm -rf "$torchrun_files"' EXIT
     command+=(--log-dir "$torchrun_files")
   fi
+  unset LAUNCH_MEETING
   if ((NODES == 1)); then
     # torchrun's own store listens on every interface and unpickles what it is sent. On one machine a
     # file does, which a sign of life each day instead of each 5 seconds keeps small; and rank 0
@@ -276,7 +288,10 @@ trap 'say "left while it started; the same command begins again"; exit 75' TERM 
 # A wrong setting is told here, once, with its own exit code and before any rank is started.
 resolved=
 if [[ -z ${PROGRAM:-} ]]; then
-  require_packages
+  # Ranks that srun starts may find another Python by this name, in a container.
+  packages=(numpy yaml)
+  [[ $LAUNCHER == srun || $LAUNCHER == sbatch ]] || packages+=(torch safetensors tqdm)
+  require_packages "${packages[@]}"
   resolved=$(RANK=0 WORLD_SIZE=$world LOCAL_RANK=0 "$PYTHON" "${program[@]}" --dry-run) || exit
 fi
 needs_mpi=false

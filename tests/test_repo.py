@@ -278,16 +278,26 @@ def test_hooks_fetch_nothing() -> None:
 
 
 def test_a_python_that_is_not_installed_to_the_end_is_one_line(tmp_path: Path) -> None:
-    """-S leaves out all installed packages."""
+    """Ranks that srun starts may be in a container: the Python outside only reads settings."""
+    (tmp_path / "packages").mkdir()
+    for package in ("numpy", "numpy.libs", "yaml"):
+        (tmp_path / "packages" / package).symlink_to(Path(yaml.__file__).parent.parent / package)
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    # -S leaves out all installed packages.
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH={tmp_path}/packages:$PYTHONPATH exec {sys.executable} -S "$@"\n'
+    )
     python.chmod(0o755)
-    refused = _shell("env", f"PYTHON={python}", REPO / "scripts" / "launch.sh", "--", "--mock-data")
+    flags = ["--dry-run", "--", "--config", REPO / "configs" / "gpt_tiny.yaml", "--mock-data"]
+    launch = ["env", f"PYTHON={python}", REPO / "scripts" / "launch.sh", *flags]
+    refused = _shell(*launch)
     assert refused.returncode == 2 and refused.stdout == "", refused.stderr
     assert refused.stderr == (
-        f"launch.sh: PYTHON={python}: lacks torch, numpy, safetensors, yaml, tqdm; finish its "
+        f"launch.sh: PYTHON={python}: lacks torch, safetensors, tqdm; finish its "
         "installation (pip install .), or set PYTHON to another\n"
     )
+    outside = _shell(*launch, "--vocab-size", "64", LAUNCHER="srun")
+    assert outside.returncode == 0 and f"{python} {REPO}" in outside.stdout, outside.stderr
 
 
 def test_quickstart_shows_its_help_and_refuses_an_absent_python(tmp_path: Path) -> None:

@@ -165,11 +165,13 @@ class Failures:
 
     def _mine(self, reason: str, *, code: int) -> Status:
         started = self.heartbeat.phase != "start"
+        rank = self.launch.rank if self.launch is not None else 0
         return Status(
             state="failed",
             exit_code=code,
             reason=reason,
-            rank=self.launch.rank if self.launch is not None else 0,
+            rank=rank,
+            node=self.nodes[rank] if self.nodes else "",
             iteration=self.heartbeat.step if started else None,
             phase=self.heartbeat.phase if started else "",
         )

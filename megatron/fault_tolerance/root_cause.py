@@ -33,7 +33,7 @@ from megatron.fault_tolerance.heartbeat import (
 from megatron.fault_tolerance.run_lock import HEARTBEAT_SECONDS, LOCK, RunFolderInUse, check_free
 from megatron.launch import job_has_one_node
 from megatron.regular_file import open_regular
-from megatron.status import STATUS, Status, read_status, write_status
+from megatron.status import STATUS, Status, node_name, read_status, write_status
 
 PATIENCE = 2.0
 """Seconds for which a rank waits for a peer's report."""
@@ -45,8 +45,6 @@ _REASON = 512
 _READS = 5
 SILENT = 3.0
 """Seconds without a sign of life after which a rank counts as stopped."""
-QUIET = 1.0
-"""Seconds without a sign of life, of which a rank that runs gives two in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +185,7 @@ class RootCause:
         """Return the failure behind a failed collective, as far as this rank can tell.
 
         `seen` is the message of the collective. None if a peer has reported its own failure. Takes
-        up to `PATIENCE` seconds.
+        up to `PATIENCE` seconds, and `SILENT` more for a late rank that gives no sign of life.
         """
         here = f"seen by rank {self.rank} in {heartbeat.phase}{heartbeat.last_call}: {seen}"
         step, phase = heartbeat.step, heartbeat.phase
@@ -212,27 +210,34 @@ class RootCause:
             if ends:
                 break
             time.sleep(_POLL)
-        late = self._last_sign_of(look.last) if look.last not in (None, self.rank) else None
+        late, lost = None, False
+        if look.last not in (None, self.rank):
+            late, lost = self._last_sign_of(look.last)
         if self.known() is not None:
             return None
         if late is None:
             return self._failed(rank=self.rank, step=step, phase=phase, reason=seen)
-        cause = self.of(late, late_text(late, here), lost=_silence(late) > SILENT)
+        cause = self.of(late, late_text(late, here), lost=lost)
         wake(late)
         return cause
 
-    def _last_sign_of(self, rank: int) -> RankStatus | None:
-        """Return the record of a late rank, once its silence tells whether its process runs.
+    def _last_sign_of(self, rank: int) -> tuple[RankStatus | None, bool]:
+        """Return the record of a late rank, and whether it gives no sign of life any more.
 
-        Whether a process of another host is gone shows by nothing else. Takes up to `SILENT`
-        seconds for a rank that is silent, and no time for another one.
+        Whether a process of another host is gone shows by nothing else, and clocks of hosts differ,
+        so that its signs are watched for up to `SILENT` seconds.
         """
-        deadline = time.monotonic() + SILENT
+        deadline, first = time.monotonic() + SILENT, None
         while True:
             seen = next(iter(self._seen([rank])), None)
-            is_open = seen is not None and QUIET < _silence(seen) <= SILENT
-            if not is_open or time.monotonic() >= deadline:
-                return seen
+            if seen is None:
+                return None, False
+            first = first or seen
+            if seen.alive != first.alive:
+                return seen, False
+            is_here = seen.host == socket.gethostname()
+            if time.monotonic() >= deadline or (is_here and _silence(seen) > SILENT):
+                return seen, True
             time.sleep(_POLL)
 
     def of(self, peer: RankStatus, reason: str, *, lost: bool) -> Status:
@@ -241,15 +246,19 @@ class RootCause:
         return replace(cause, lost=lost)
 
     def _failed(self, *, rank: int, step: int, phase: str, reason: str) -> Status:
-        cause = Status(
+        return Status(
             state="failed",
             exit_code=PeerError.exit_code,
             reason=reason,
             rank=rank,
             iteration=step,
             phase=phase,
+            node=self.node_of(rank),
         )
-        return replace(cause, node=self.nodes[rank]) if self.nodes else cause
+
+    def node_of(self, rank: int) -> str:
+        """Return Slurm's name of the node of a rank, "" outside of Slurm."""
+        return self.nodes[rank] if self.nodes else ""
 
 
 @contextmanager
@@ -333,9 +342,7 @@ def find_out(run_dir: Path) -> int | None:
     )
     # Of several nodes, nobody is left to tell which was lost.
     if job_has_one_node():
-        failed = replace(failed, lost=True)
-    else:
-        failed = replace(failed, node="")
+        failed = replace(failed, lost=True, node=node_name())
     parting = find_parting_of(run_dir / FOLDER, found)
     if parting is not None:
         failed = dataclasses.replace(

@@ -60,7 +60,7 @@ SLACK = 3.5
 """Seconds in addition to the collectives' timeout, so that waiting ranks report first."""
 GRACE = 2.0
 """Seconds in which the main thread may leave by itself once a failure is known."""
-LEAVING_SECONDS = 6.0
+LEAVING_SECONDS = 9.0
 """Seconds that the main thread may spend in phase "leaving"."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAY_TAKE_LONG = ("start", "save", "done")
@@ -208,6 +208,7 @@ class Watchdog(threading.Thread):
             exit_code=PeerError.exit_code,
             reason=reason,
             rank=self._causes.rank,
+            node=self._causes.node_of(self._causes.rank),
             iteration=self._heartbeat.step,
             phase=self._heartbeat.phase,
         )

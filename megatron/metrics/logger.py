@@ -494,7 +494,11 @@ class Metrics:
         # A start without steps makes no point of an earlier one stale.
         stale = (0, 0) if only_evaluates else (start_iteration, start_samples)
         self._held: Callable[[], None] | None = partial(
-            self._add_trackers, start=stale, name=name, summary=summary or {}
+            self._add_trackers,
+            start=stale,
+            begins=start_iteration == 0 and not only_evaluates,
+            name=name,
+            summary=summary or {},
         )
         self._start = {"iteration": start_iteration, **start} if start else None
         if not held:
@@ -647,7 +651,7 @@ class Metrics:
         self.log(f"model FLOPs: {formula}{against}", brief="")
 
     def _add_trackers(
-        self, *, start: tuple[int, int], name: str, summary: Mapping[str, Any]
+        self, *, start: tuple[int, int], begins: bool, name: str, summary: Mapping[str, Any]
     ) -> None:
         logging, (start_iteration, start_samples) = self._logging, start
         makers: dict[str, Callable[[], Tracker]] = {}
@@ -661,6 +665,7 @@ class Metrics:
                 name=name,
                 run_dir=self.run_dir,
                 summary=summary,
+                begins=begins,
                 recorded=lambda: last_recorded(self.run_dir),
             )
         for tracker_name, make in makers.items():

@@ -169,9 +169,9 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class WandbTracker:
     """A run at Weights & Biases; its variable WANDB_MODE decides whether data leave the machine.
 
-    All starts of a run folder continue the run whose id is in the folder. `recorded` returns the
-    last step of earlier starts, and their last evaluation of each kind, which were logged: what a
-    resumed run computes again is logged once.
+    The starts of a run folder continue the run whose id is in the folder, unless the run `begins`
+    again. `recorded` returns the last step of earlier starts, and their last evaluation of each
+    kind: what a resumed run computes again is logged once.
 
     Raises:
         ValueError: The file of the id holds something else.
@@ -186,18 +186,15 @@ class WandbTracker:
         name: str,
         run_dir: Path,
         summary: Mapping[str, Any],
+        begins: bool,
         recorded: Callable[[], Mapping[str, int]],
     ) -> None:
         import wandb
 
         self._logging = logging
-        self._recorded: Mapping[str, int] = {}
-        run_id = _text(run_dir / WANDB_ID)
-        if run_id:
-            self._recorded = recorded()
-        else:
-            run_id = secrets.token_hex(4)
-            replace_text(run_dir / WANDB_ID, run_id + "\n")
+        known = "" if begins else _text(run_dir / WANDB_ID)
+        self._recorded = recorded() if known else {}
+        run_id = known or secrets.token_hex(4)
         if not _RUN_ID.fullmatch(run_id):
             raise ValueError(f"{run_dir / WANDB_ID} holds no id of a run; remove the file")
         folder = Path(logging.wandb_save_dir) if logging.wandb_save_dir else run_dir
@@ -211,6 +208,7 @@ class WandbTracker:
             id=run_id,
             resume="allow",
         )
+        replace_text(run_dir / WANDB_ID, run_id + "\n")
 
     def steps(self, records: Sequence[TimedRecord]) -> None:
         """Add steps, in order, but those that an earlier start has added."""

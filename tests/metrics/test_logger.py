@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -154,7 +155,7 @@ def test_what_takes_long_is_told_on_stdout_alone(
     monkeypatch.setattr("megatron.busy.SECONDS", 1e-3)
     metrics, stream = make_metrics(tmp_path)
     with metrics.busy("save\x1b[2J"):
-        while "save: 0 s so far\n" not in stream.getvalue():
+        while not re.match(r" save: \d+ s so far\n", stream.getvalue()):
             time.sleep(1e-3)
     told = stream.getvalue()
     time.sleep(5e-3)
@@ -330,7 +331,7 @@ def test_wandb_gets_project_name_folder_and_curves(tmp_path: Path, wandb: Wandb)
 
 
 def test_a_resumed_run_goes_on_at_wandb_and_logs_nothing_twice(
-    tmp_path: Path, wandb: Wandb, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wandb: Wandb
 ) -> None:
     """The first start ends after step 4 without a word; the second goes on from step 2."""
     for first, evaluations in (1, [3]), (3, [3, 6]):
@@ -348,8 +349,10 @@ def test_a_resumed_run_goes_on_at_wandb_and_logs_nothing_twice(
     assert steps == [1, 2, 3, 4, 5, 6]
     others = [at for at, values in wandb.seen if at != "init" and "lm loss" not in values]  # type: ignore[operator]
     assert others == [3, 4, 6, 6]
+    make_metrics(tmp_path, wandb_project="p")
+    assert wandb.seen[-1][1]["id"] != one["id"], "a run that begins again"  # type: ignore[index]
     (tmp_path / WANDB_ID).write_text("two words\n")
-    _, stream = make_metrics(tmp_path, wandb_project="p")
+    _, stream = make_metrics(tmp_path, wandb_project="p", start_iteration=2)
     assert f"{WANDB_ID} holds no id of a run; remove the file" in stream.getvalue()
 
 

@@ -205,7 +205,7 @@ def pictures_of(
 def curves_of(groups: Sequence[SeedGroup], rows: Iterable[StudyRow]) -> list[Chart]:
     """Return the chart of the training losses, a mean over seeds for each group; or none.
 
-    A run that ended early shortens the curve of its group.
+    A run that ended before others of its group is left out.
     """
     members: dict[str, list[dict[int, float]]] = {}
     for row in rows:
@@ -213,6 +213,8 @@ def curves_of(groups: Sequence[SeedGroup], rows: Iterable[StudyRow]) -> list[Cha
     series: list[Series] = []
     for number, (name, color) in enumerate(_colors(groups).items()):
         curves = members.get(name, [])
+        longest = max((max(curve, default=0) for curve in curves), default=0)
+        curves = [curve for curve in curves if max(curve, default=0) == longest]
         steps = [step for step in curves[0] if all(step in each for each in curves)]
         y = [statistics.fmean(each[step] for each in curves) for step in steps]
         dashed = number // len(PALETTE) % 2 == 1
