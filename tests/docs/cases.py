@@ -116,7 +116,7 @@ CASES: dict[str, PageCase] = {
         typed="timeout 1 {} | grep 'lm loss'", instead={"RUN": "runs/job"}, slurm=True
     ),
     "python tools/status.py RUN": PageCase(instead={"RUN": "runs/job"}, slurm=True),
-    "cat RUN/status.json": PageCase(instead={"RUN": "runs/job"}, slurm=True),
+    "python tools/report.py RUN": PageCase(instead={"RUN": "runs/job"}, slurm=True),
     "touch RUN/STOP": PageCase(
         typed="{}; ended $JOB; says runs/job/status.json STOP",
         instead={"RUN": "runs/job"},
