@@ -34,6 +34,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 # shellcheck source=slurm.sh
 source "$repo/scripts/slurm.sh"
 
+# A request to leave that comes before there is a run to hand it on to.
+trap 'say "left while it started; the same command begins again"; exit 75' TERM USR1
+trap 'exit 130' INT
+
 dry_run=false
 asked_of_sbatch=()
 while (($#)); do
@@ -281,9 +285,6 @@ case $LAUNCHER in
   sbatch) prepare_job ;;
   *) refuse "LAUNCHER=$LAUNCHER: must be local, torchrun, srun, mpiexec or sbatch" ;;
 esac
-
-# A request to leave that comes before there is a run to hand it on to.
-trap 'say "left while it started; the same command begins again"; exit 75' TERM USR1
 
 # A wrong setting is told here, once, with its own exit code and before any rank is started.
 resolved=

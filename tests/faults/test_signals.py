@@ -37,9 +37,20 @@ LOOPBACK = f"{int.from_bytes(socket.inet_aton('127.0.0.1'), sys.byteorder):08X}"
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the process and all that it and its children started."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    """Return the process and all that it and its children started and that have not ended."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
     return [pid, *(p for child in children for p in descendants(int(child)))]
+
+
+def is_checking(pid: int) -> bool:
+    """Return whether the program is a start that only checks."""
+    try:
+        return b"--dry-run" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def listening(pids: list[int]) -> list[str]:
@@ -156,6 +167,23 @@ def test_launcher_hands_the_signal_on_and_exits_with_75(tmp_path: Path) -> None:
     ended = run.finish()
     check_left(ended, "SIGTERM")
     assert "death signal" not in ended.all_stderr, "torchrun would kill ranks that save for long"
+
+
+@pytest.mark.waits
+@pytest.mark.push
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_a_request_while_the_launcher_checks_ends_it(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """A process that died of the signal would have no exit code."""
+    run = start_launcher(2, tmp_path / "run", LONG)
+    deadline = time.monotonic() + LIMIT
+    while not any(map(is_checking, descendants(run.processes[0].pid))):
+        assert time.monotonic() < deadline
+    send(run, number, 0)
+    assert run.finish().codes == [code] and not (tmp_path / "run").exists()
 
 
 @pytest.mark.waits
