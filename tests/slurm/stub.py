@@ -13,12 +13,13 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megatron.checkpoint.find import CHECKPOINTS, ENVIRONMENT, SAVE  # noqa: E402
-from megatron.status import State, Status, write_status  # noqa: E402
+from megatron.status import State, Status, node_name, write_status  # noqa: E402
 
 STATES: dict[int, State] = {0: "done", 75: "left"}
 
@@ -37,5 +38,6 @@ if __name__ == "__main__":
         (folder / f"step_{step:08d}").mkdir(parents=True)
     state = STATES.get(code, "failed")
     reason, lost, left = f"as planned: {code}", bool(match[3]), match[4] or ""
-    write_status(run_dir, Status(state=state, exit_code=code, left=left, reason=reason, lost=lost))
+    status = Status(state=state, exit_code=code, left=left, reason=reason, lost=lost)
+    write_status(run_dir, replace(status, node=node_name()))
     sys.exit(code)
