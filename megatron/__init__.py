@@ -5,7 +5,8 @@
     devices, its exit codes; `fault_tolerance.run_lock`: one run in a folder;
     `low_memory.checkpoint_interval`: how many layers to recompute as one; `processor`: the
     instruction sets of the CPU, and what they decide; `transfer`: copies to a device;
-    `regular_file`: files of a folder that others may write to; `busy`: word of what takes long
+    `regular_file`: files of a folder that others may write to; `busy`: messages about what takes
+    long
 1   `parallel`: rank arithmetic (`dims`) apart from process-group handles (`groups`);
     `low_memory.activation_checkpoint`: what is stored and what is recomputed
 2   `tensor_parallel`, `data_parallel.bucket`: collectives of layers, and the unit of exchange;

@@ -1,4 +1,4 @@
-"""Word of what a process does where it prints nothing else for long."""
+"""Messages about an operation that takes long, so that a process is not silent."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SECONDS = 8.0
-"""Time after which the first word comes, and then each other."""
+"""Interval between messages, and the time before the first one."""
 
 
 @contextmanager
 def busy(what: str, show: Callable[[str], object]) -> Iterator[None]:
-    """Call `show` with `what`, and how long it has taken, each `SECONDS` of the body.
-
-    The calls come from another thread.
-    """
+    """Call `show` every `SECONDS` of the body with `what` and the elapsed time, in a thread."""
     ended, began = threading.Event(), time.monotonic()
 
     def tell() -> None:

@@ -293,10 +293,10 @@ def run(
         runtime = start(launch, config)
         groups = build_groups(config, launch)
     failures.before = EndedStatus.read(run_dir)
-    # All ranks agree on one name for this start, which distinguishes it from what earlier starts
-    # wrote.
     # mpiexec gives all ranks the variables of its own node.
     node = node_name() if launch.launcher == "srun" or job_has_one_node() else ""
+    # All ranks agree on one name for this start, which distinguishes it from what earlier starts
+    # wrote.
     names = (secrets.token_hex(6), socket.gethostname(), node)
     told = [text.split(" ") for text in groups.world.all_gather_str(" ".join(names))]
     failures.attempt = told[0][0]
@@ -382,7 +382,7 @@ def run(
 
 
 def _busy(launch: Launch, what: str) -> AbstractContextManager[None]:
-    """Let rank 0 say on stderr what the body does each time that it has taken some seconds more."""
+    """Let rank 0 print messages on stderr while the body takes long."""
     if launch.rank:
         return nullcontext()
     return busy(what, lambda text: print(text, file=sys.stderr, flush=True))

@@ -342,7 +342,7 @@ def find_out(run_dir: Path) -> int | None:
     )
     # Of several nodes, nobody is left to tell which was lost.
     if job_has_one_node():
-        failed = replace(failed, lost=True, node=node_name())
+        failed = dataclasses.replace(failed, lost=True, node=node_name())
     parting = find_parting_of(run_dir / FOLDER, found)
     if parting is not None:
         failed = dataclasses.replace(

@@ -344,7 +344,7 @@ class Console:
         self._to_log(lambda log: log.write(text))
 
     def busy(self, what: str) -> AbstractContextManager[None]:
-        """Show what the body does each time that it has taken some seconds more."""
+        """Show messages on the stream, and not in the log, while the body takes long."""
         return busy(what, lambda text: self._show(f" {without_controls(text)}\n"))
 
     def release(self) -> None:
@@ -524,7 +524,7 @@ class Metrics:
         self._console.log(text, brief=brief)
 
     def busy(self, what: str) -> AbstractContextManager[None]:
-        """Show on stdout what the body does each time that it has taken some seconds more."""
+        """Show messages on stdout, and not in log.txt, while the body takes long."""
         return self._console.busy(what)
 
     def step(self, record: StepRecord) -> None:

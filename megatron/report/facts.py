@@ -30,7 +30,7 @@ _PATH_PREFIXES = (
     "radius_", "samo_", "dsr_", "topk_", "powersgd_", "lowrank_", "roundrobin_", "demo_"
 )  # fmt: skip
 
-RUNS_ON = ("ranks", "nodes", "threads", "backend", "network")
+RUNS_ON = ("ranks", "nodes", "threads", "backend", "network", "processor")
 """Keys of environment.json that say what the ranks run on."""
 _ENVIRONMENT = {"job": "environment variables"}
 """Names of keys of environment.json for readers, where they are not the keys themselves."""
@@ -198,9 +198,7 @@ def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     rows = [
         (key.replace("_", " "), *(_setting(run.config.get(key)) for run in runs)) for key in keys
     ]
-    rows += [
-        (key, *(run.environment.get(key) or "-" for run in runs)) for key in (*RUNS_ON, "processor")
-    ]
+    rows += [(key, *(run.environment.get(key) or "-" for run in runs)) for key in RUNS_ON]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 

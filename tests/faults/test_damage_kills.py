@@ -213,10 +213,17 @@ def test_refused_at_every_call(
 
 @pytest.mark.push
 def test_killed_at_random_times(tmp_path: Path, record_property: Record) -> None:
-    """All starts use one folder, so each start continues from what the previous one left."""
+    """All starts use one folder, so each start continues from what the previous one left.
+
+    On a machine that is slow at present fewer saves end before the kill, so that it takes more of
+    them to see both outcomes often.
+    """
     draw = random.Random(7)
-    step, lost = 0, 0
-    for trial in range(RANDOM_KILLS):
+    step, lost, trials = 0, 0, 0
+    for trial in range(5 * RANDOM_KILLS):
+        if trial >= RANDOM_KILLS and step > RANDOM_KILLS / 2 and lost > RANDOM_KILLS / 5:
+            break
+        trials += 1
         process = subprocess.Popen(
             writer(tmp_path / "c", step + 1, 10**6), stdout=subprocess.PIPE, text=True
         )
@@ -231,7 +238,7 @@ def test_killed_at_random_times(tmp_path: Path, record_property: Record) -> None
         assert announced <= step <= announced + 1, trial
         lost += bool(drafts(tmp_path / "c"))
     assert step > RANDOM_KILLS / 2 and lost > RANDOM_KILLS / 5
-    told(record_property, "kill at a random time while saving", RANDOM_KILLS)
+    told(record_property, "kill at a random time while saving", trials)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -40,6 +41,17 @@ def told(folder: Path, programs: dict[str, str], *arguments: str, **more: str) -
     )
     assert done.returncode == 0, done.stderr
     return done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(("locks", "place"), [("exit 0", "/here/"), ("exit 1", "/dev/shm/")])
+def test_torchrun_meets_in_a_file_where_files_can_be_locked(
+    tmp_path: Path, locks: str, place: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    more = {"LAUNCHER": "torchrun", "RANKS_PER_NODE": "2", "TMPDIR": str(tmp_path / "here")}
+    said = told(tmp_path, {"flock": locks}, **more)
+    assert re.search(rf"--rdzv-endpoint \S*{place}\S*/agent ", said), said
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 @pytest.mark.parametrize(
