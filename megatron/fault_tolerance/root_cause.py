@@ -185,16 +185,19 @@ class RootCause:
         """Return the failure behind a failed collective, as far as this rank can tell.
 
         `seen` is the message of the collective. None if a peer has reported its own failure. Takes
-        up to `PATIENCE` seconds, and `SILENT` more for a late rank that gives no sign of life.
+        up to `PATIENCE` seconds, and up to `SILENT` in all where a rank of another host is late.
         """
         here = f"seen by rank {self.rank} in {heartbeat.phase}{heartbeat.last_call}: {seen}"
         step, phase = heartbeat.step, heartbeat.phase
         heartbeat.at("leaving")
         deadline = time.monotonic() + PATIENCE
+        first, since = None, 0.0
         while True:
             # The deadline is read before the last look, so that this look still counts.
             ends = time.monotonic() >= deadline
             gone, look = self.gone(), self.look(until=deadline)
+            if look.last not in (None, self.rank) and (first is None or first.rank != look.last):
+                first, since = self._sign_of(look.last), time.monotonic()
             parted = self._parted_in(look)
             if self.known() is not None:
                 return None
@@ -210,34 +213,31 @@ class RootCause:
             if ends:
                 break
             time.sleep(_POLL)
-        late, lost = None, False
-        if look.last not in (None, self.rank):
-            late, lost = self._last_sign_of(look.last)
-        if self.known() is not None:
-            return None
+        late = first if first is not None and first.rank == look.last else None
         if late is None:
             return self._failed(rank=self.rank, step=step, phase=phase, reason=seen)
-        cause = self.of(late, late_text(late, here), lost=lost)
+        late, lost = self._watch(late, until=since + SILENT)
+        if self.known() is not None:
+            return None
+        cause = self.of(late, late_text(late, here, lost=lost), lost=lost)
         wake(late)
         return cause
 
-    def _last_sign_of(self, rank: int) -> tuple[RankStatus | None, bool]:
-        """Return the record of a late rank, and whether it gives no sign of life any more.
+    def _sign_of(self, rank: int) -> RankStatus | None:
+        return next(iter(self._seen([rank])), None)
 
-        Whether a process of another host is gone shows by nothing else, and clocks of hosts differ,
-        so that its signs are watched for up to `SILENT` seconds.
+    def _watch(self, late: RankStatus, *, until: float) -> tuple[RankStatus, bool]:
+        """Return the latest record of a rank, and whether it gives no sign of life any more.
+
+        Nothing else tells whether a process of another host is gone. Clocks of hosts differ, so
+        that the rank is watched for a new sign, at most `until` that time of the monotonic clock.
         """
-        deadline, first = time.monotonic() + SILENT, None
         while True:
-            seen = next(iter(self._seen([rank])), None)
-            if seen is None:
-                return None, False
-            first = first or seen
-            if seen.alive != first.alive:
-                return seen, False
-            is_here = seen.host == socket.gethostname()
-            if time.monotonic() >= deadline or (is_here and _silence(seen) > SILENT):
-                return seen, True
+            seen = self._sign_of(late.rank) or late
+            if seen.host == socket.gethostname():
+                return seen, _silence(seen) > SILENT
+            if seen.alive != late.alive or time.monotonic() >= until:
+                return seen, seen.alive == late.alive
             time.sleep(_POLL)
 
     def of(self, peer: RankStatus, reason: str, *, lost: bool) -> Status:
@@ -301,13 +301,12 @@ def gone_text(peer: RankStatus, here: str) -> str:
     )
 
 
-def late_text(peer: RankStatus, here: str) -> str:
-    """Return the description of a rank that does not follow."""
-    now = time.time()
-    silent = _silence(peer)
-    state = f"stopped or unreachable for {silent:.0f} s" if silent > SILENT else "running"
+def late_text(peer: RankStatus, here: str, *, lost: bool) -> str:
+    """Return the description of a rank that does not follow; `lost` as in `Status`."""
+    silent, since = max(SILENT, _silence(peer)), time.time() - peer.since
+    state = f"stopped or unreachable for {silent:.0f} s" if lost else "running"
     return (
-        f"it does not follow the others: {state}, in this phase for {now - peer.since:.0f} s "
+        f"it does not follow the others: {state}, in this phase for {since:.0f} s "
         f"(process {peer.pid} on {peer.host}); {here}"
     )
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -368,13 +369,17 @@ def test_a_look_that_is_half_written_is_read_again(
 class RanksClock:
     """A clock that advances only while a rank sleeps, so waits are counted and not measured."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        self.now, self._meanwhile = 0.0, meanwhile
         monkeypatch.setattr("megatron.fault_tolerance.root_cause.time.monotonic", lambda: self.now)
         monkeypatch.setattr("megatron.fault_tolerance.root_cause.time.sleep", self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
+        if self._meanwhile is not None:
+            self._meanwhile()
 
 
 def _no_locks(file: int, how: int) -> None:
@@ -397,26 +402,34 @@ def test_a_held_lock_costs_no_more_than_the_patience(
     assert PATIENCE <= clock.now <= PATIENCE + 2 * _POLL and len(looks) <= 2
 
 
-@pytest.mark.parametrize(("silent", "lost"), [(-60, False), (0, True), (9, True)])
+@pytest.mark.parametrize("beats", [False, True])
+@pytest.mark.parametrize("behind", [-60, 0, 9])
 def test_a_rank_of_another_host_is_lost_once_it_is_silent(
-    silent: float, lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    behind: float, beats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host, which the job can do without, is named; a rank that goes on is just late."""
+    """Its node, which the job can do without, is named, whatever the clock of its host says.
+
+    A rank that gives signs of life is just late.
+    """
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(socket, "gethostname", lambda: "other.cluster")
         beat = Heartbeat(tmp_path / FOLDER, rank=1, attempt="a")
     beat.at("forward", 7)
-    assert isinstance(beat._memory, heartbeat.mmap.mmap)
-    began = time.time()
-    heartbeat._ALIVE.pack_into(beat._memory, heartbeat._ALIVE_AT, began - silent)
-    beat._memory.close()
-    clock = RanksClock(monkeypatch)
+    memory, began = beat._memory, time.time()
+    assert isinstance(memory, heartbeat.mmap.mmap)
+
+    def give_sign() -> None:
+        heartbeat._ALIVE.pack_into(memory, heartbeat._ALIVE_AT, began + clock.now - behind)
+
+    clock = RanksClock(monkeypatch, give_sign if beats else None)
+    give_sign()
     monkeypatch.setattr("megatron.fault_tolerance.root_cause.time.time", lambda: began + clock.now)
     causes = replace(_causes(tmp_path, 0), world_size=2, near=[0], nodes=["nid0", "nid1"])
     blamed = causes.blame(Heartbeat(), "socket closed")
-    assert blamed is not None and (blamed.place, blamed.lost) == ("rank 1 on nid1", lost)
-    assert ("unreachable" in blamed.reason) == lost and "on other.cluster" in blamed.reason
-    assert clock.now <= SILENT + 2 * _POLL
+    memory.close()
+    assert blamed is not None and (blamed.place, blamed.lost) == ("rank 1 on nid1", not beats)
+    assert ("unreachable" in blamed.reason) == (not beats)
+    assert "on other.cluster" in blamed.reason and clock.now <= SILENT + 2 * _POLL
 
 
 def test_without_locks_the_last_look_names_the_rank_that_parted(
