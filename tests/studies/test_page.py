@@ -15,7 +15,7 @@ from tests.studies.files import row, write_study
 from tools.bench.common.page_files import MARK
 from tools.studies.declaration import read_study
 from tools.studies.page import StudyReport, caption, report_of, write_report
-from tools.studies.pictures import ParetoPicture, pictures_of
+from tools.studies.pictures import ParetoPicture, curves_of, pictures_of
 from tools.studies.statistics import training_seconds
 
 pytestmark = pytest.mark.push
@@ -153,6 +153,14 @@ def test_charts_of_the_page_have_one_size_and_the_front_a_name_and_no_runs_colou
     assert all(color != INK for color in PALETTE)
     assert ">peak memory of a rank (MiB)<" in charts[2] and "977 KiB" in page
     assert "<title>dense_bf16: +0.0100 at 50 B</title>" in charts[0]
+
+
+def test_a_seed_that_ended_early_is_not_in_the_curve_of_its_group(tmp_path: Path) -> None:
+    found = report(tmp_path)
+    early = replace(found.rows[1], curve=[(4, 9.0), (8, 9.0)])
+    (chart,) = curves_of(found.groups, [found.rows[0], early, *found.rows[2:]])
+    dense = chart.series[0]
+    assert (dense.label, list(dense.x), list(dense.y)) == ("dense", [5, 10], [6.0, 5.0])
 
 
 def test_the_page_has_curves_and_links_to_reports_that_exist(tmp_path: Path) -> None:
